@@ -492,7 +492,7 @@ class PrefixTrie:
 # ============================================================================
 # 5. TEXTS - which part of this rendered prompt need not be tokenized again?
 #    uses: TOKENS, TRIE.  offers: Cut, find_cuts, control_candidates, TextMemory,
-#    Shortcut.
+#    Text, Shortcut.
 #
 #    Tokenizing 24,000 tokens takes the engine 50 ms, the new end of them 1 ms.  A
 #    tokenizer splits at control tokens before anything else, so a text may be cut
@@ -539,26 +539,34 @@ def find_cuts(text: str, tokens: Tokens, controls: dict) -> list:
     return [Cut(m.start(), m.end(), i) for m, i in zip(found, places)]
 
 
+class Text(NamedTuple):
+    "A rendered prompt, encoded and hashed once for looking up and keeping."
+    text: str
+    points: Tokens           # its code points
+    hashes: list
+
+
 class TextMemory:
     "Rendered prompts with their tokens, the oldest forgotten beyond `budget` bytes."
 
-    STEP = 1024          # code points in a hashed block of text
+    STEP = 1024              # code points in a hashed block of text
+    _SEED = b"text"
 
     def __init__(self, budget: int):
         self.budget, self.used = budget, 0
-        self._trie = PrefixTrie(b"text", self.STEP)
+        self._trie = PrefixTrie(self._SEED, self.STEP)
         self._known: OrderedDict = OrderedDict()      # id -> (tokens, cuts, bytes)
         self._last = 0
 
-    @staticmethod
-    def _points(text: str) -> Tokens:
+    @classmethod
+    def text(cls, text: str) -> Text:
         native = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
-        return array("I", text.encode(native, "surrogatepass"))
+        points = array("I", text.encode(native, "surrogatepass"))
+        return Text(text, points, block_hashes(points, cls._SEED, cls.STEP))
 
-    def shortcut(self, text: str) -> Optional[Shortcut]:
-        "What is known of `text`, cut at the last control token of the common part."
-        points = self._points(text)
-        for match in self._trie.match(points, limit=1)[:1]:
+    def shortcut(self, t: Text) -> Optional[Shortcut]:
+        "What is known of a text, cut at the last control token of the common part."
+        for match in self._trie.match(t.points, t.hashes, limit=1)[:1]:
             tokens, cuts, _ = self._known[match.holder]
             # The control token must lie wholly in the common text: "<|im_" alone
             # may go on as something else.
@@ -566,18 +574,17 @@ class TextMemory:
             if last > 0:
                 self._known.move_to_end(match.holder)
                 cut = cuts[last]
-                return Shortcut(tokens[:cut.index], cuts[:last], text[cut.start:])
+                return Shortcut(tokens[:cut.index], cuts[:last], t.text[cut.start:])
         return None
 
-    def remember(self, text: str, tokens: Tokens, cuts: list) -> None:
+    def remember(self, t: Text, tokens: Tokens, cuts: list) -> None:
         "Keep a prompt; one that it merely extends is replaced by it."
-        points = self._points(text)
-        for match in self._trie.match(points, limit=1)[:1]:
+        for match in self._trie.match(t.points, t.hashes, limit=1)[:1]:
             if match.length == match.size:
                 self._forget(match.holder)
         self._last += 1
-        size = 4 * (len(points) + len(tokens)) + 120 * len(cuts)
-        self._trie.insert(self._last, points)
+        size = 4 * (len(t.points) + len(tokens)) + 120 * len(cuts)
+        self._trie.insert(self._last, t.points, t.hashes)
         self._known[self._last] = (tokens, cuts, size)
         self.used += size
         while self.used > self.budget and len(self._known) > 1:
@@ -1209,6 +1216,7 @@ class Counters:
         "prompt_tokens": "tokens in prompts",
         "reused_tokens": "prompt tokens the engine did not compute again",
         "computed_tokens": "prompt tokens the engine computed",
+        "cancelled_tokens": "... and those it computed for asks that did not finish",
         "expected_tokens": "prompt tokens expected to be reused",
         "generated_tokens": "tokens generated",
         "phantom_hits": "asks that reused a block or more less than expected",
@@ -1540,8 +1548,7 @@ def _bid(ability: Ability, request: Request, o: Option, n: int,
     if o.own and not request.raw:
         lost_ms, cut = 0.0, 0
     else:
-        gamble = o.inside and gambling and lost > BLOCK and keep > 0 \
-            and not o.slot.named
+        gamble = o.inside and gambling and keep > 0 and not o.slot.named
         lost_ms = lost * prefill_ms * (0.1 * p if gamble else p)
         cut = lost if lost > BLOCK // 4 and p > _WORTHLESS and not gamble else 0
     return _Bid(o, keep, cut, gamble, (n - keep) * prefill_ms + lost_ms)
@@ -2329,8 +2336,8 @@ class Upstream:
 
     def wait(self, others: Sequence[Any], timeout: float) -> list:
         "The sockets with news: this one's (as `self`) and those of `others`."
-        if self._first:
-            return [self]
+        if self._first or self.finished:
+            return [self]                # nothing more needs to arrive
         ready = self.edges.net.readable([self.sock, *others], timeout)
         return [self if s is self.sock else s for s in ready]
 
@@ -2845,13 +2852,15 @@ class Lease:
         self.plan, self.seat, self.life, self.queued_ms = plan, seat, life, queued_ms
         self.open = True
         self.vector: Optional[list] = None   # embedding, where one was computed
+        self.cached: Optional[int] = None    # what the engine said it reuses, if it began
 
     @property
     def slot(self) -> Optional[int]:
         "The slot to pin to, None when the engine chooses."
         return self.plan.slot if self.plan.slot >= 0 else None
 
-    def progressed(self, ready: int) -> None:
+    def progressed(self, cached: int, ready: int) -> None:
+        self.cached = cached
         self.keeper.progressed(self, ready)
 
     def settle(self, timings: Timings) -> None:
@@ -3103,8 +3112,9 @@ class Keeper:
         The shortcut is checked against the full call for the first asks and now and
         then; one mismatch switches it off.
         """
+        seen = TextMemory.text(text)
         with self.lock:
-            known = self.texts.shortcut(text) if self.shortcut_on else None
+            known = self.texts.shortcut(seen) if self.shortcut_on else None
         if known is None:
             tokens = array("I", self.engine.tokenize(text, True))
             cuts = find_cuts(text, tokens, self.engine.learn_controls(text))
@@ -3122,7 +3132,7 @@ class Keeper:
                 for c in find_cuts(known.rest, rest,
                                    self.engine.learn_controls(known.rest))]
         with self.lock:
-            self.texts.remember(text, tokens, cuts)
+            self.texts.remember(seen, tokens, cuts)
         return self._prompt(tokens, cuts, text)
 
     def _check_shortcut(self, text: str, tokens: Tokens) -> Tokens:
@@ -3325,8 +3335,13 @@ class Keeper:
             return
         lease.open = False
         held = self._wait_until_free(lease) if sent else 0
+        if lease.cached is None and sent:
+            held = None                  # it may hold what it held before, or not
         with self.lock:
             self._unsure = self._unsure or sent
+            if held and lease.prompt is not None:
+                self.book.counters.cancelled_tokens += max(
+                    0, min(held, len(lease.prompt.tokens)) - (lease.cached or 0))
             if lease.life == self.book.life:
                 if lease.slot is None:
                     self._free_seat_locked(lease)
@@ -3963,7 +3978,7 @@ class _Reply:
 
     def progress(self, lease: Lease, event: dict) -> None:
         p = event.get("prompt_progress") or {}
-        lease.progressed(int(p.get("processed") or 0))
+        lease.progressed(int(p.get("cache") or 0), int(p.get("processed") or 0))
 
     @property
     def started(self) -> bool:
@@ -5207,6 +5222,471 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
+# 20. BENCH - toki's own cost, soak, and the everyday situations.
+#    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
+#    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
+#    overhead_row, relay_row, soak, many_asks, emit, load, start_rig, front_rig,
+#    Asker, Oracle, prose, computed, resident_bytes.
+#
+#    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
+#    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
+# ============================================================================
+_WORDS = ("river stone lamp garden engine window paper signal harbor copper meadow "
+          "ladder basket thunder village mirror candle anchor forest bridge silver "
+          "market winter pocket hammer island feather compass kettle orchard").split()
+
+
+def prose(seed: int, n_words: int) -> str:
+    "Deterministic text of plain words; another seed, other text."
+    out, x = [], seed * 2654435761 % 2 ** 32 or 1
+    for i in range(n_words):
+        x ^= x << 13 & 0xFFFFFFFF
+        x ^= x >> 17
+        x ^= x << 5 & 0xFFFFFFFF
+        out.append(_WORDS[x % len(_WORDS)] + (". " if i % 11 == 10 else " "))
+    return "".join(out).strip()
+
+
+class Asker:
+    "A client as others write them: plain HTTP, streaming, one connection an ask."
+
+    def __init__(self, engine: Engine, pin: Optional[int] = None):
+        self.engine, self.pin = engine, pin
+
+    def chat(self, messages: list, max_tokens: int = 16, **more: Any) -> tuple:
+        "(text, first-token ms, timings, cache or None) of a streamed chat."
+        body = dict({"messages": messages, "max_tokens": max_tokens, "temperature": 0,
+                     "stream": True}, **more)
+        if self.pin is not None:
+            body["id_slot"] = self.pin
+        clock, began = self.engine.edges.clock, self.engine.edges.clock.now()
+        up = self.engine.open("/v1/chat/completions", json.dumps(body).encode())
+        try:
+            if up.head() != 200:
+                raise engine_error(up.status, up.read_all())
+            text, first, timings, cache, splitter = [], None, None, None, EventSplitter()
+            while True:
+                data = up.read()
+                for raw in splitter.feed(data) if data else splitter.close():
+                    payload = event_payload(raw)
+                    if payload is None or payload == b"[DONE]":
+                        continue
+                    event = json.loads(payload)
+                    if "error" in event:
+                        raise engine_error(500, payload)
+                    for choice in event.get("choices") or ():
+                        piece = (choice.get("delta") or {}).get("content")
+                        if piece:
+                            first = first or (clock.now() - began) * 1000
+                            text.append(piece)
+                    timings = read_timings(event) or timings
+                    cache = event.get("cache") or cache
+                if not data:
+                    return "".join(text), first, timings, cache
+        finally:
+            up.close()
+
+
+class Oracle:
+    "What an unlimited exact-prefix cache would have computed."
+
+    def __init__(self, engine: Engine):
+        self.engine, self.trie, self.tokens, self.asks = engine, PrefixTrie(), 0, 0
+        self.lock = threading.Lock()
+
+    def add(self, messages: list, reply: str, **more: Any) -> None:
+        prompt = self.engine.render(json.dumps(dict({"messages": messages}, **more)).encode())
+        tokens = array("I", self.engine.tokenize(prompt, True))
+        after = array("I", self.engine.tokenize(prompt + reply, True))
+        with self.lock:
+            found = self.trie.match(tokens, limit=1)
+            known = found[0].length if found else 0
+            self.tokens += max(1, len(tokens) - known)
+            self.asks += 1
+            self.trie.insert(self.asks, after)
+
+
+class Rig(NamedTuple):
+    "One engine, asked directly or through a daemon in this process."
+    engine: Engine           # the engine itself, for counters and tokens
+    front: Engine            # where clients ask
+    close: Callable[[], None]
+    daemon: Optional[Daemon] = None
+
+
+def computed(engine: Engine) -> float:
+    return engine.metrics().get("prompt_tokens_total", 0)
+
+
+class _Workload:
+    "Runs asks and keeps the oracle beside them."
+
+    def __init__(self, rig: Rig, scale: int, max_tokens: int = 16):
+        self.rig, self.scale, self.max_tokens = rig, scale, max_tokens
+        self.asker, self.oracle = Asker(rig.front), Oracle(rig.engine)
+        self.ttfts: list = []
+        self._order: list = []
+
+    def ask(self, messages: list, max_tokens: int = 0, **more: Any) -> str:
+        text, first, _, _ = self.asker.chat(messages, max_tokens or self.max_tokens, **more)
+        self.ttfts.append(first or 0)
+        self.oracle.add(messages, text)
+        return text
+
+    def turns(self, history: list, question: str, **more: Any) -> None:
+        "One more turn of a conversation kept in `history`."
+        history.append({"role": "user", "content": question})
+        history.append({"role": "assistant", "content": self.ask(list(history), **more)})
+
+
+def _agents(w: _Workload, n: int, turns: int, head_seed: int = 1) -> None:
+    head = {"role": "system", "content": prose(head_seed, w.scale)}
+    histories = [[head] for _ in range(n)]
+    for turn in range(turns):
+        for i, history in enumerate(histories):
+            w.turns(history, f"Agent {i}, step {turn}: " + prose(100 * i + turn, 40))
+
+
+def _interleaved(w: _Workload) -> None:
+    "three agents with one head take turns, four turns each"
+    _agents(w, 3, 4)
+
+
+def _pair(w: _Workload) -> None:
+    "two agents with one head, ten turns each"
+    _agents(w, 2, 10)
+
+
+def _crowd(w: _Workload) -> None:
+    "eight agents with one head, two turns each, on four slots"
+    _agents(w, 8, 2)
+
+
+def _sidekick(w: _Workload) -> None:
+    "one agent with a short title request after each turn"
+    history = [{"role": "system", "content": prose(2, w.scale)}]
+    for turn in range(6):
+        w.turns(history, f"Step {turn}: " + prose(200 + turn, 40))
+        w.ask([{"role": "system", "content": "Give a short title for this text."},
+               {"role": "user", "content": prose(300 + turn, 20)}], max_tokens=8)
+
+
+def _documents(w: _Workload) -> None:
+    "questions over two documents in turn"
+    documents = [prose(400 + i, w.scale) for i in range(2)]
+    for n in range(6):
+        for i, document in enumerate(documents):
+            w.ask([{"role": "user", "content": f"{document}\n\nQuestion {n}: "
+                    + prose(500 + 10 * n + i, 12)}])
+
+
+def _cold_start(w: _Workload) -> None:
+    "four agents start at once with one new head"
+    head = {"role": "system", "content": prose(3, w.scale)}
+    threads = [threading.Thread(target=w.ask, args=([head, {
+        "role": "user", "content": f"Agent {i}: " + prose(600 + i, 30)}],))
+        for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+
+SITUATIONS = {"interleaved": _interleaved, "pair": _pair, "sidekick": _sidekick,
+              "documents": _documents, "crowd": _crowd, "cold_start": _cold_start}
+
+
+def run_situation(name: str, rig: Rig, scale: int = 900) -> dict:
+    "One situation on one rig: computed, oracle, efficiency, median first token."
+    before = computed(rig.engine)
+    w = _Workload(rig, scale)
+    SITUATIONS[name](w)
+    spent = computed(rig.engine) - before
+    ttfts = sorted(w.ttfts)
+    return {"situation": name, "asks": w.oracle.asks, "oracle": w.oracle.tokens,
+            "computed": int(spent), "efficiency": w.oracle.tokens / max(1, spent),
+            "ttft_ms": ttfts[len(ttfts) // 2]}
+
+
+def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: bool,
+              config: Config, default_flags: bool = False) -> Rig:
+    """A fresh engine, with toki in front or without.
+
+    `default_flags`: as people start llama-server, else as toki starts it.
+    """
+    facts = model_facts(edges, model)
+    port, slots = edges.net.free_port(), max(1, config.slots)
+    ctx = pick_context(facts, config.ctx, slots, available_memory(edges))
+    key_file = where.file("bench.key")
+    edges.disk.write(key_file, b"bench\n")
+    swa_full = facts.kind == "window" and not default_flags
+    if default_flags:
+        flags = ["--model", model, "--host", "127.0.0.1", "--port", str(port),
+                 "--ctx-size", str(ctx * slots), "--metrics"]
+        key = ""
+    else:
+        flags, _ = engine_flags(
+            engine_help(binary, edges), facts, model=model, port=port, slots=slots,
+            ctx=ctx, threads=config.threads, shelf=edges.disk.folder(where.shelf),
+            key_file=key_file, alias=os.path.basename(model), swa_full=swa_full)
+        key = "bench"
+    flags += config.engine_args.split()
+    process = EngineProcess([binary, *flags], edges, where)
+    process.start()
+    engine = Engine(f"http://127.0.0.1:{port}", key, edges, facts, swa_full)
+    for _ in range(1200):
+        if engine.healthy():
+            break
+        if not process.alive():
+            raise EngineGone(f"the engine ended: {process.why_it_ended()}")
+        edges.clock.sleep(0.1)
+    if not toki:
+        return Rig(engine, engine, process.stop)
+    return front_rig(engine, where, edges, config, process.stop)
+
+
+def front_rig(engine: Engine, where: Places, edges: Edges, config: Config,
+              then: Callable[[], None] = lambda: None) -> Rig:
+    "A daemon of this process in front of an engine that runs; it owns the engine."
+    daemon = Daemon(config.but(port=0, engine=""), where, edges,
+                    Engine(engine.url, engine.key, edges, engine.facts, engine.swa_full))
+    daemon.start()
+    daemon.keeper.managed = True         # nobody else knows this engine
+    daemon.keeper.up.wait(30)
+
+    def close() -> None:
+        daemon.close()
+        then()
+    return Rig(engine, Engine(daemon.url(), "", edges), close, daemon)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+# ---- overhead: what toki itself costs -----------------------------------------
+def overhead_row(rig: Rig, n_tokens: int, runs: int = 5) -> dict:
+    """First-token times at one prompt size, engine asked directly (slot pinned) and
+    through toki in turn; the head is resident in both slots before.
+
+    `added_ms` compares whole first-token times; `rest_added_ms` what is left of them
+    without the engine's own prefill time, which varies more than toki costs.
+    """
+    head = prose(7, n_tokens)
+    size = len(rig.engine.tokenize(head, False))
+    head = prose(7, max(8, n_tokens * n_tokens // max(1, size)))
+    pin = rig.engine.info.n_slots - 1 if rig.engine.info else 3
+    askers = (("direct", Asker(rig.engine, pin)), ("toki", Asker(rig.front)))
+    times: dict = {k: [] for k in ("direct", "toki", "direct_rest", "toki_rest",
+                                   "template")}
+    clock, total = rig.engine.edges.clock, 0
+    for run in range(-5, runs):          # the first ones warm up and are not counted
+        for name, asker in askers if run % 2 else askers[::-1]:
+            messages = [{"role": "system", "content": head},
+                        {"role": "user", "content": f"{name} question {run}"}]
+            _, first, timings, _ = asker.chat(messages, 2, prompt_cache_key="overhead")
+            total = timings.cache_n + timings.prompt_n
+            if run >= 0:
+                times[name].append(first)
+                times[name + "_rest"].append(first - timings.prompt_ms)
+        began = clock.now()
+        rig.engine.render(json.dumps({"messages": messages}).encode())
+        if run >= 0:
+            times["template"].append((clock.now() - began) * 1000)
+    row = {"prompt_tokens": total, **{k + "_ms": round(_median(v), 2)
+                                      for k, v in times.items()}}
+    row["added_ms"] = round(row["toki_ms"] - row["direct_ms"], 2)
+    row["rest_added_ms"] = round(row["toki_rest_ms"] - row["direct_rest_ms"], 2)
+    row["beyond_template_ms"] = round(row["rest_added_ms"] - row["template_ms"], 2)
+    return row
+
+
+def emit(port: int, events: int, edges: Edges) -> None:
+    "A stand-in engine that only streams, as fast as it can; for measuring the relay."
+    timings = {"cache_n": 0, "prompt_n": 1, "prompt_ms": 1.0, "predicted_n": events,
+               "predicted_ms": 1.0}
+    fixed = {
+        "/health": {"status": "ok"}, "/tokenize": {"tokens": [1, 2, 3]},
+        "/apply-template": {"prompt": "x"}, "/metrics": {},
+        "/v1/models": {"data": [{"id": "emitter", "meta": {"n_ctx_train": 4096}}]},
+        "/props": {"total_slots": 512, "endpoint_slots": True,
+                   "default_generation_settings": {"n_ctx": 4096}}}
+
+    def answer(x: Exchange) -> None:
+        if x.path == "/v1/chat/completions":
+            x.body()
+            x.begin()
+            base = {"created": 1, "id": "chatcmpl-1", "model": "emitter",
+                    "object": "chat.completion.chunk"}
+            for i in range(events):
+                x.write(sse(dict(choices=[{"finish_reason": None, "index": 0, "delta": {
+                    "content": f"{i} "}}], **base)))
+            x.write(sse(dict(choices=[{"finish_reason": "length", "index": 0,
+                                       "delta": {}}], **base, timings=timings)))
+            x.write(DONE)
+            x.end()
+        elif x.path.startswith("/slots"):
+            x.send_json(501 if x.method == "POST" else 200, [])
+        else:
+            x.body()
+            x.send_json(200, fixed.get(x.path, {}))
+    server = FastServer("127.0.0.1", port, answer, 64 << 20, 1024)
+    server.serve_forever()
+
+
+def load(url: str, streams: int, events: int, edges: Edges) -> dict:
+    "Open many streams at once and check that every event came, in order."
+    engine, lost, lock = Engine(url, "", edges), [0], threading.Lock()
+
+    def one(i: int) -> None:
+        text = Asker(engine).chat([{"role": "user", "content": f"stream {i}"}])[0]
+        good = text == "".join(f"{k} " for k in range(events))
+        with lock:
+            lost[0] += not good
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(streams)]
+    began = edges.clock.now()
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return {"streams": streams, "events": streams * events, "broken_streams": lost[0],
+            "seconds": edges.clock.now() - began}
+
+
+def _cpu_seconds(pid: int, edges: Edges) -> float:
+    "User and system time of a process (Linux); 0 where that cannot be read."
+    fields = edges.disk.read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0
+
+
+def relay_row(streams: int, events: int, edges: Edges, where: Places) -> dict:
+    "The relay alone: emitter, daemon and load in processes of their own."
+    me, ports = [sys.executable, os.path.abspath(__file__)], []
+    for _ in range(2):
+        ports.append(edges.net.free_port())
+    url = f"http://127.0.0.1:{ports[1]}"
+    with edges.disk.append_handle(where.file("logs", "bench.log")) as out:
+        started = [edges.proc.spawn([*me, "bench", "emitter", "--port", str(ports[0]),
+                                     "--events", str(events)], stdout=out),
+                   edges.proc.spawn([*me, "serve", "--engine",
+                                     f"http://127.0.0.1:{ports[0]}", "--port",
+                                     str(ports[1]), "--history", "off", "--state-dir",
+                                     where.file("relay"), "--max-connections", "1024"],
+                                    stdout=out)]
+        try:
+            front = Engine(url, "", edges)
+            for _ in range(200):
+                if front.healthy():
+                    break
+                edges.clock.sleep(0.1)
+            before = _cpu_seconds(started[1].pid, edges)
+            code, text = edges.proc.run(
+                [*me, "bench", "load", "--url", url, "--streams", str(streams),
+                 "--events", str(events)], timeout=600)
+            cpu = _cpu_seconds(started[1].pid, edges) - before
+            row = json.loads(text.strip().splitlines()[-1])
+        finally:
+            for process in started:
+                edges.proc.stop(process, 3)
+    row["events_per_s"] = round(row["events"] / row["seconds"])
+    row["events_per_cpu_s"] = round(row["events"] / cpu) if cpu else None
+    return row
+
+
+# ---- soak: many clients, random exits ----------------------------------------
+def soak(rig: Rig, minutes: float, clients: int = 32, seed: int = 1,
+         say: Callable[[str], None] = lambda text: None) -> dict:
+    """Clients that ask, stream, leave at random; what must hold afterwards is counted.
+
+    Prompts have replies known from raw asks; another prompt's reply is a crossed one.
+    """
+    clock = rig.engine.edges.clock
+    prompts = [[{"role": "system", "content": prose(i % 4, 120)},
+                {"role": "user", "content": f"Item {i}: " + prose(50 + i, 30 + i % 7)}]
+               for i in range(16)]
+    known = [Asker(rig.front).chat(m, 24, toki={"mode": "raw"})[0] for m in prompts]
+    tally, lock = {"done": 0, "left": 0, "crossed": 0, "other": 0, "failed": 0,
+                   "stuck": 0}, threading.Lock()
+    before, end = computed(rig.engine), clock.now() + minutes * 60
+    counters_before = dict(rig.daemon.keeper.document()["counters"])
+
+    def one(number: int) -> None:
+        x = number * 7919 + seed
+        while clock.now() < end:
+            x = (x * 1103515245 + 12345) % 2 ** 31
+            i, leave = x % 16, (x >> 8) % 4 == 0
+            what = _soak_ask(rig.front, prompts[i], leave, (x >> 12) % 40 / 1000)
+            if what == known[i]:
+                what = "done"
+            elif what not in ("left", "failed", "stuck"):
+                what = "crossed" if what in known else "other"
+            with lock:
+                tally[what] += 1
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(clients)]
+    for t in threads:
+        t.start()
+    while any(t.is_alive() for t in threads):
+        clock.sleep(min(30, max(0.2, minutes * 6)))
+        say(f"soak: {dict(tally)}")
+    for _ in range(100):                 # cancelled asks end a moment later
+        state = rig.daemon.keeper.document()
+        if not state["open"]:
+            break
+        clock.sleep(0.1)
+    counted = sum(state["counters"][n] - counters_before[n]
+                  for n in ("computed_tokens", "cancelled_tokens"))
+    return dict(tally, clients=clients, minutes=minutes, open_at_end=state["open"],
+                busy_at_end=sum(bool(s["busy"]) for s in state["slots"]),
+                waiting_at_end=state["waiting"],
+                computed_by_engine=int(computed(rig.engine) - before),
+                computed_counted=counted)
+
+
+def _soak_ask(front: Engine, messages: list, leave: bool, after_s: float) -> str:
+    "The reply's text, or what happened instead."
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0, "stream": True}
+    up = None
+    try:
+        up = front.open("/v1/chat/completions", json.dumps(body).encode())
+        if leave:
+            up.wait([], after_s)
+            return "left"
+        if not up.wait([], 300):
+            return "stuck"
+        if up.head() != 200:
+            return "failed"
+        splitter, text = EventSplitter(), []
+        for raw in splitter.feed(up.read_all()) + splitter.close():
+            payload = event_payload(raw)
+            if payload and payload != b"[DONE]":
+                for choice in json.loads(payload).get("choices") or ():
+                    text.append((choice.get("delta") or {}).get("content") or "")
+        return "".join(text)
+    except TokiError:
+        return "failed"
+    finally:
+        if up is not None:
+            up.close()
+
+
+def many_asks(rig: Rig, asks: int, conversations: int = 64) -> dict:
+    "Memory after many asks: resident bytes of the daemon's process (Linux)."
+    tails = ["" for _ in range(conversations)]
+    for i in range(asks):
+        c = i % conversations
+        tails[c] = (tails[c] + f" Turn {i}: " + prose(i, 12))[-5000:]
+        Asker(rig.front).chat([
+            {"role": "system", "content": prose(c, 60)},
+            {"role": "user", "content": tails[c]}], 1)
+    return {"asks": asks, "conversations": conversations}
+
+
+def resident_bytes(pid: int, edges: Edges) -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", edges.disk.read_text(f"/proc/{pid}/status"))
+    return int(found.group(1)) * 1024 if found else 0
+
+
+# ============================================================================
 # 21. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
@@ -5472,6 +5952,138 @@ def cmd_version(c: Context) -> int:
     c.say(json.dumps({"toki": __version__}) if c.ns.json
           else f"toki {__version__} (Python {sys.version.split()[0]})")
     return 0
+
+
+@_command(_arg("what", choices=("situations", "overhead", "soak", "emitter", "load"),
+               help="which bench: situations, overhead or soak"),
+          _arg("--situation", action="append", choices=tuple(SITUATIONS),
+               help="only this situation; may be repeated"),
+          _arg("--minutes", type=float, default=2.0, help="length of the soak"),
+          _arg("--clients", type=int, default=32, help="clients of the soak"),
+          _arg("--sizes", default="128,1024,8192,24576",
+               help="prompt sizes of the overhead rows, in tokens"),
+          _arg("--asks", type=int, default=2000,
+               help="asks after which the overhead bench reads toki's memory"),
+          _arg("--events", type=int, default=200, help=argparse.SUPPRESS),
+          _arg("--streams", type=int, default=256, help=argparse.SUPPRESS),
+          _arg("--url", default="", help=argparse.SUPPRESS), _JSON,
+          settings=_RUN_SETTINGS)
+def cmd_bench(c: Context) -> int:
+    """Measure on this machine: situations, toki's own overhead, or a soak."""
+    if c.ns.what == "emitter":
+        emit(c.config.port, c.ns.events, c.edges)
+        return 0
+    if c.ns.what == "load":
+        c.say(json.dumps(load(c.ns.url, c.ns.streams, c.ns.events, c.edges)))
+        return 0
+    where = Places(c.where.file("bench"), c.where.config_file)
+    c.edges.disk.folder(where.state)
+    quiet = lambda text: None            # noqa: E731
+    binary = find_engine(c.config, c.where, c.edges, quiet).path
+    model = find_model(c.config, c.where, c.edges, quiet).path
+    if not binary or not model:
+        raise UsageError("there is no engine or model to measure yet", "run `toki up`, "
+                         "or give --engine-bin and --model")
+    start_logging(c.edges, None, "error")
+    rows = {"situations": _bench_situations, "overhead": _bench_overhead,
+            "soak": _bench_soak}[c.ns.what](c, where, binary, model)
+    if c.ns.json:
+        c.say(json.dumps(rows, indent=1))
+    return 0
+
+
+def _bench_situations(c: Context, where: Places, binary: str, model: str) -> list:
+    "Efficiency of the engine alone and of toki, by the engine's own counter."
+    rows = []
+    for name in c.ns.situation or SITUATIONS:
+        pair = {}
+        for arm, toki in (("alone", False), ("toki", True)):
+            rig = start_rig(binary, model, c.edges, where, toki=toki, config=c.config,
+                            default_flags=not toki)
+            try:
+                pair[arm] = run_situation(name, rig)
+            finally:
+                rig.close()
+        rows.append({"situation": name, **pair})
+        if not c.ns.json:
+            a, t = pair["alone"], pair["toki"]
+            c.say(f"{name:12} oracle {t['oracle']:6}  alone {a['computed']:6} "
+                  f"({a['efficiency']:.2f})  toki {t['computed']:6} "
+                  f"({t['efficiency']:.2f})")
+    return rows
+
+
+def _bench_overhead(c: Context, where: Places, binary: str, model: str) -> dict:
+    "Added first-token time by prompt size; the relay's throughput; memory."
+    out: dict = {"first_token": [], "relay": []}
+    facts = model_facts(c.edges, model)
+    sizes = [int(s) for s in c.ns.sizes.split(",")]
+    sizes = [s for s in sizes if s + 256 <= (facts.n_ctx_train or 8192)]
+    ctx = max(sizes) + 1024 if sizes else 2048
+    rig = start_rig(binary, model, c.edges, where, toki=True,
+                    config=c.config.but(ctx=min(ctx, facts.n_ctx_train or ctx)))
+    try:
+        rig.engine.probe()
+        for size in sizes:
+            row = overhead_row(rig, size)
+            out["first_token"].append(row)
+            if not c.ns.json:
+                c.say("first token at {prompt_tokens} tokens: engine {direct_ms} ms, toki "
+                  "{toki_ms} ms; without the engine's prefill {rest_added_ms} ms added, "
+                  "one template call is {template_ms} ms: {beyond_template_ms} ms "
+                  "beyond it"
+                      .format(**row))
+    finally:
+        rig.close()
+    for streams, events in ((1, 5000), (16, 1000), (64, 400), (256, 200)):
+        row = relay_row(streams, events, c.edges, where)
+        out["relay"].append(row)
+        if not c.ns.json:
+            c.say("relay of {streams} streams: {events} events, {broken_streams} broken "
+                  "streams, {events_per_s}/s, {events_per_cpu_s} for each second of "
+                  "toki's own CPU time".format(**row))
+    out["memory"] = _bench_memory(c, where, binary, model)
+    if not c.ns.json:
+        c.say("memory after {asks} asks of {conversations} conversations: {text} "
+              "resident".format(text=fmt_bytes(out["memory"]["resident_bytes"]),
+                                **out["memory"]))
+    return out
+
+
+def _bench_memory(c: Context, where: Places, binary: str, model: str) -> dict:
+    "A daemon in a process of its own, asked many times."
+    rig = start_rig(binary, model, c.edges, where, toki=False,
+                    config=c.config.but(ctx=4096))
+    port = c.edges.net.free_port()
+    env = dict(c.edges.proc.environment(), TOKI_ENGINE_KEY=rig.engine.key)
+    with c.edges.disk.append_handle(where.file("logs", "bench.log")) as out:
+        daemon = c.edges.proc.spawn(
+            [sys.executable, os.path.abspath(__file__), "serve", "--engine",
+             rig.engine.url, "--port", str(port), "--state-dir", where.file("memory")],
+            stdout=out, env=env)
+        try:
+            front = Engine(f"http://127.0.0.1:{port}", "", c.edges)
+            while not front.healthy():
+                c.edges.clock.sleep(0.1)
+            row = many_asks(rig._replace(front=front), c.ns.asks)
+            row["resident_bytes"] = resident_bytes(daemon.pid, c.edges)
+            return row
+        finally:
+            c.edges.proc.stop(daemon, 5)
+            rig.close()
+
+
+def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
+    "Clients that come, stream and leave; what was lost, crossed or stuck."
+    rig = start_rig(binary, model, c.edges, where, toki=True, config=c.config)
+    try:
+        row = soak(rig, c.ns.minutes, c.ns.clients, say=lambda text: None if c.ns.json
+                   else c.say(text))
+    finally:
+        rig.close()
+    if not c.ns.json:
+        c.say(", ".join(f"{k} {v}" for k, v in row.items()))
+    return row
 
 
 def _parser() -> argparse.ArgumentParser:
