@@ -3247,6 +3247,15 @@ class EngineRoom(Case):
         self.assertEqual(dropped, [])
         self.assertEqual(flags[flags.index("--checkpoint-min-step") + 1], "64")
 
+    def test_a_crash_while_loading_has_a_remedy(self):
+        "Illegal instruction or abort: once more without repacked weights, not for ever."
+        for code, flags, help_text, want in (
+                (-4, [], "--no-repack", ["--no-repack"]), (-6, [], "--no-repack",
+                                                           ["--no-repack"]),
+                (-4, ["--no-repack"], "--no-repack", []), (-4, [], "--other", []),
+                (1, [], "--no-repack", []), (-9, [], "--no-repack", [])):
+            self.assertEqual(toki.crash_remedy(code, flags, help_text), want)
+
     def test_context_is_what_was_asked_or_what_fits(self):
         facts = toki.ModelFacts("m", "llama", "rewindable", 131072, 0, 1 << 10, True, 1)
         self.assertEqual(toki.pick_context(facts, 0, 4, None), 16384)
@@ -4441,8 +4450,6 @@ class RealSameText(Real):
         server, d, c = self.rig(model)
         twin = self.server(model)
         direct = toki.Engine(twin.url)
-        for slot in (3, 2, 3):               # the same history as toki's own probe
-            pass
         for i, p in enumerate(self.prompts()):
             stream = i % 2
             if stream:

@@ -2287,7 +2287,8 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 # ============================================================================
 # 13. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, SETTINGS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
-#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context.
+#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context,
+#    crash_remedy.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
 _UBATCH = 512                    # llama-server's default; sets the window's cells
@@ -2703,6 +2704,18 @@ def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
         else:
             dropped.append(flag[0])
     return flags, dropped
+
+
+def crash_remedy(code: Optional[int], flags: Sequence[str], help_text: str) -> list:
+    """Flags that may help an engine that crashed while loading, [] when none is known.
+
+    Builds for this very CPU repack weights for matrix instructions (AMX) that virtual
+    machines and sandboxes often refuse: illegal instruction, or an abort.
+    """
+    illegal = (-4, -6, 132, 134, 0xC000001D)
+    if code in illegal and "--no-repack" in help_text and "--no-repack" not in flags:
+        return ["--no-repack"]
+    return []
 
 
 class EngineProcess:
@@ -4832,7 +4845,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 #    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
 #    daemon_json, self_check, status_text.
 # ============================================================================
-_ACTIVE, _DAEMON = "active.json", "daemon.json"
+_ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
 
 
@@ -4874,6 +4887,8 @@ class Daemon:
         self.process: Optional[EngineProcess] = None
         self.stop_flag = threading.Event()
         self.lock_file: Any = None
+        self.remedies: list = []         # flags without which this engine crashes
+        self.help_text = ""
         self.keeper: Optional[Keeper] = None
         self.server: Optional[FastServer] = None
 
@@ -4888,8 +4903,11 @@ class Daemon:
         key_file = where.file("engine.key")
         key = secrets.token_urlsafe(24)
         edges.disk.write(key_file, key.encode() + b"\n")
+        self.help_text = engine_help(plan["binary"], edges)
+        self.remedies = self.remedies or _read_json(
+            edges, where.file(_REMEDIES)).get(plan["binary"] + " " + plan["model"], [])
         flags, dropped = engine_flags(
-            engine_help(plan["binary"], edges), facts, model=plan["model"], port=port,
+            self.help_text, facts, model=plan["model"], port=port,
             slots=slots, ctx=ctx, threads=self.config.threads,
             shelf=edges.disk.folder(where.shelf), key_file=key_file,
             alias=plan.get("alias") or os.path.basename(plan["model"]),
@@ -4897,7 +4915,7 @@ class Daemon:
         if dropped:
             log.warning("this engine does not know %s; started without",
                         ", ".join(dropped))
-        flags += self.config.engine_args.split()
+        flags += self.remedies + self.config.engine_args.split()
         self.engine = self.engine or Engine("http://127.0.0.1:1", "", edges)
         self.engine.host, self.engine.port = "127.0.0.1", port
         self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
@@ -4921,6 +4939,8 @@ class Daemon:
                 was_ready, ended = False, error.message
             if self.stop_flag.is_set():
                 return
+            if not was_ready and self._remedy(ended):
+                continue
             failures = 0 if was_ready else failures + 1
             keeper.lost(f"the engine ended: {ended}")
             keeper.state, keeper.trouble = "absent", f"the engine ended: {ended}"
@@ -4928,6 +4948,24 @@ class Daemon:
             pause = min(60.0, 2.0 ** failures)
             log.error("the engine ended (%s); started again in %.0f s", ended, pause)
             self.stop_flag.wait(pause)
+
+    def _remedy(self, ended: str) -> bool:
+        "A flag that this engine needs on this machine, found once and remembered."
+        if self.process is None or self.process.process is None:
+            return False
+        more = crash_remedy(self.process.process.poll(), self.process.argv,
+                            self.help_text)
+        if not more:
+            return False
+        self.remedies = self.remedies + more
+        log.warning("the engine ended while loading (%s); trying with %s, and "
+                    "remembering it", ended, " ".join(more))
+        path = self.where.file(_REMEDIES)
+        known = _read_json(self.edges, path)
+        known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies
+        with contextlib.suppress(OSError):
+            self.edges.disk.write(path, json.dumps(known).encode())
+        return True
 
     def _watch_process(self, process: EngineProcess) -> bool:
         "Until the process ends; True when the engine became ready meanwhile."
@@ -5251,7 +5289,7 @@ def status_text(state: dict) -> str:
 # 20. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
-#    overhead_row, relay_row, soak, many_asks, emit, load, start_rig, front_rig,
+#    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig, front_rig,
 #    Asker, Oracle, prose, computed, resident_bytes.
 #
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
@@ -5468,7 +5506,13 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
         if engine.healthy():
             break
         if not process.alive():
-            raise EngineGone(f"the engine ended: {process.why_it_ended()}")
+            more = crash_remedy(process.process.poll(), flags,
+                                engine_help(binary, edges))
+            if not more:
+                raise EngineGone(f"the engine ended: {process.why_it_ended()}")
+            flags += more
+            process = EngineProcess([binary, *flags], edges, where)
+            process.start()
         edges.clock.sleep(0.1)
     if not toki:
         return Rig(engine, engine, process.stop)
@@ -5703,6 +5747,23 @@ def _soak_ask(front: Engine, messages: list, leave: bool, after_s: float) -> str
             up.close()
 
 
+def text_pairs(rig: Rig, control: Rig, n: int = 50, max_tokens: int = 16) -> dict:
+    """How many of `n` replies differ: cached against raw, and (the control) raw against
+    raw on an engine whose batches are split elsewhere."""
+    differ = other = 0
+    raw = {"mode": "raw"}
+    for i in range(n):
+        messages = [{"role": "system", "content": prose(i % 5, 60 + 30 * (i % 5))},
+                    {"role": "user", "content": prose(900 + i, 10 + i)}]
+        cached = Asker(rig.front).chat(messages, max_tokens)[0]
+        fresh = Asker(rig.front).chat(messages, max_tokens, toki=raw)[0]
+        again = Asker(control.front).chat(messages, max_tokens, toki=raw)[0]
+        differ += cached != fresh
+        other += fresh != again
+    return {"pairs": n, "cached_differs_from_raw": differ,
+            "raw_differs_with_another_batch_split": other}
+
+
 def many_asks(rig: Rig, asks: int, conversations: int = 64) -> dict:
     "Memory after many asks: resident bytes of the daemon's process (Linux)."
     tails = ["" for _ in range(conversations)]
@@ -5901,16 +5962,19 @@ def cmd_serve(c: Context) -> int:
 
 
 def _managed_plan(c: Context) -> dict:
-    "What to start: given on the command line, or what `up` chose last."
-    quiet = lambda text: log.info("%s", text)        # noqa: E731
+    "What to start: what `up` just chose; else the command line, then the last choice."
+    def quiet(text: str) -> None:
+        log.info("%s", text)
     try:
         plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
     except ValueError:
         plan = {}
-    if c.config.model or c.config.engine_bin or not plan:
-        engine = find_engine(c.config, c.where, c.edges, quiet)
-        model = find_model(c.config, c.where, c.edges, quiet)
-        plan = {"binary": engine.path, "model": model.path}
+    if not c.ns.active:
+        if c.config.engine_bin or not plan.get("binary"):
+            plan["binary"] = find_engine(c.config, c.where, c.edges, quiet).path
+        if c.config.model or not plan.get("model"):
+            plan["model"] = find_model(c.config, c.where, c.edges, quiet).path
+            plan.pop("alias", None)
     if not plan.get("binary") or not plan.get("model"):
         raise UsageError("there is no engine or model to start yet",
                          "run `toki up`, or give --engine URL of a llama-server")
@@ -5991,8 +6055,9 @@ def cmd_version(c: Context) -> int:
     return 0
 
 
-@_command(_arg("what", choices=("situations", "overhead", "soak", "emitter", "load"),
-               help="which bench: situations, overhead or soak"),
+@_command(_arg("what", choices=("situations", "overhead", "soak", "texts", "emitter",
+                                "load"),
+               help="which bench: situations, overhead, soak or texts"),
           _arg("--situation", action="append", choices=tuple(SITUATIONS),
                help="only this situation; may be repeated"),
           _arg("--minutes", type=float, default=2.0, help="length of the soak"),
@@ -6006,7 +6071,7 @@ def cmd_version(c: Context) -> int:
           _arg("--url", default="", help=argparse.SUPPRESS), _JSON,
           settings=_RUN_SETTINGS)
 def cmd_bench(c: Context) -> int:
-    """Measure on this machine: situations, toki's own overhead, or a soak."""
+    """Measure on this machine: situations, toki's own overhead, soak, equal texts."""
     if c.ns.what == "emitter":
         emit(c.config.port, c.ns.events, c.edges)
         return 0
@@ -6023,7 +6088,7 @@ def cmd_bench(c: Context) -> int:
                          "or give --engine-bin and --model")
     start_logging(c.edges, None, "error")
     rows = {"situations": _bench_situations, "overhead": _bench_overhead,
-            "soak": _bench_soak}[c.ns.what](c, where, binary, model)
+            "soak": _bench_soak, "texts": _bench_texts}[c.ns.what](c, where, binary, model)
     if c.ns.json:
         c.say(json.dumps(rows, indent=1))
     return 0
@@ -6108,6 +6173,27 @@ def _bench_memory(c: Context, where: Places, binary: str, model: str) -> dict:
         finally:
             c.edges.proc.stop(daemon, 5)
             rig.close()
+
+
+def _bench_texts(c: Context, where: Places, binary: str, model: str) -> dict:
+    "Replies that reuse changes, beside those that another batch split changes."
+    rig = start_rig(binary, model, c.edges, where, toki=True, config=c.config)
+    args = (c.config.engine_args + " --batch-size 64 --ubatch-size 64").strip()
+    twin = Places(where.file("twin"), where.config_file)
+    try:
+        control = start_rig(binary, model, c.edges, twin, toki=True,
+                            config=c.config.but(engine_args=args))
+        try:
+            row = text_pairs(rig, control)
+        finally:
+            control.close()
+    finally:
+        rig.close()
+    if not c.ns.json:
+        c.say("of {pairs} replies {cached_differs_from_raw} differ between cached and "
+              "raw, {raw_differs_with_another_batch_split} between raw and raw with "
+              "another batch split".format(**row))
+    return row
 
 
 def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
