@@ -1566,8 +1566,10 @@ class House(Case):
         def room_at(line):
             return max((i for i, s in enumerate(starts) if s <= line), default=-1)
         for node in TREE.body:
+            targets = getattr(node, "targets", []) + [getattr(node, "target", None)]
             names = [node.name] if hasattr(node, "name") else [
-                t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+                t.id for t in targets if isinstance(t, ast.Name)]
+            names += [e.id for t in targets if isinstance(t, ast.Tuple) for e in t.elts]
             for name in names:
                 home[name] = room_at(node.lineno)
         problems = set()
@@ -1801,8 +1803,8 @@ class Texts(Case):
 
     def remember(self, memory, text):
         ids = tokens(*tokenize(text))
-        memory.remember(toki.TextMemory.text(text), ids,
-                        toki.find_cuts(text, ids, self.CONTROLS))
+        memory.remember(toki.TextMemory.text(text), ids, toki.find_cuts(
+            text, ids, self.CONTROLS), toki.block_hashes(ids, b"m"))
 
     def test_candidates_look_like_control_tokens(self):
         found = toki.control_candidates(
@@ -1818,8 +1820,10 @@ class Texts(Case):
             known = memory.shortcut(toki.TextMemory.text(text))
             if i:
                 self.assertIsNotNone(known)
-                self.assertEqual(known.tokens + tokens(*tokenize(known.rest)),
-                                 tokens(*tokenize(text)))
+                whole = tokens(*tokenize(text))
+                self.assertEqual(known.tokens + tokens(*tokenize(known.rest)), whole)
+                self.assertEqual(toki.block_hashes(whole, b"m", known=known.hashes),
+                                 toki.block_hashes(whole, b"m"))
                 self.assertLess(len(known.rest), len(turns[-1]) + len(turns[-2]) + 90)
             self.remember(memory, text)
             if rnd.random() < 0.3:
@@ -1945,7 +1949,8 @@ class Wire(Case):
             m = {"role": "assistant", "content": content, "tool_calls": []}
             if content == "absent":
                 del m["content"]
-            toki.parse_ask("chat", {"messages": self.USER + [m]})
+            r = toki.parse_ask("chat", {"messages": self.USER + [m]})
+            self.assertEqual(r.body["messages"][1]["content"], "")
 
     def test_output_limit_newer_name_wins_and_empty_stops_vanish(self):
         r = toki.parse_ask("chat", {"messages": self.USER, "max_tokens": 9,
@@ -3607,8 +3612,10 @@ class KeeperRoom(Case):
         self.assertFalse(any(s.busy for s in d.keeper.book.slots))
         self.assertEqual(d.keeper.open_by_client, {})
         counters = d.keeper.book.counters
-        self.assertEqual(counters.computed_tokens + counters.cancelled_tokens
-                         + self.probe_tokens(fake), fake.counters["prompt_tokens_total"])
+        unknown = fake.counters["prompt_tokens_total"] - counters.computed_tokens \
+            - counters.cancelled_tokens - self.probe_tokens(fake)
+        self.assertGreaterEqual(unknown, 0)      # only of those that left at once
+        self.assertLessEqual(unknown, counters.cancelled_early * 130)
 
     def probe_tokens(self, fake):
         "What the probe for a unified cache computed before the first ask."
@@ -4068,7 +4075,7 @@ class GatewayRoom(Case):
         self.assertFalse(d.stop_flag.is_set())
         code, *_ = c.http("POST", "/toki/stop", {}, {"Authorization": "Bearer " + c.token})
         self.assertEqual(code, 200)
-        self.assertTrue(d.stop_flag.is_set())
+        self.until(d.stop_flag.is_set)
 
     def test_beyond_loopback_every_route_needs_the_token(self):
         d = self.daemon(self.fake(), host="0.0.0.0", allow_plain="on")
@@ -4556,7 +4563,9 @@ class RealTraps(Real):
             self.assertEqual(row[name], 0, row)
         self.assertGreater(row["done"], 20)
         self.assertGreater(row["left"], 5)
-        self.assertEqual(row["computed_by_engine"], row["computed_counted"], row)
+        unknown = row["computed_by_engine"] - row["computed_counted"]
+        self.assertGreaterEqual(unknown, 0, row)     # only of those that left at once
+        self.assertLessEqual(unknown, row["cancelled_early"] * 600, row)
 
     def test_memory_kinds_are_learned_without_a_header(self):
         server = self.server("qwen35")

@@ -371,15 +371,18 @@ def common_prefix(a: Tokens, b: Tokens, start: int = 0) -> int:
     return low
 
 
-def block_hashes(tokens: Tokens, seed: bytes, block: int = BLOCK) -> list:
+def block_hashes(tokens: Tokens, seed: bytes, block: int = BLOCK,
+                 known: Sequence[bytes] = ()) -> list:
     """Chained 16-byte hashes of the whole blocks; equal hash = equal whole prefix.
 
-    `seed` is the namespace, so that equal tokens of different models differ.  The
-    tail shorter than a block is not hashed: matches compare it exactly.
+    `seed` is the namespace, so that equal tokens of different models differ; `known`
+    are the hashes of a prefix that is already known to be equal.  The tail shorter
+    than a block is not hashed: matches compare it exactly.
     """
     view, width = memoryview(tokens).cast("B"), block * tokens.itemsize
-    out, last = [], seed
-    for start in range(0, len(tokens) // block * width, width):
+    out = list(known)
+    last = out[-1] if out else seed
+    for start in range(len(out) * width, len(tokens) // block * width, width):
         last = hashlib.blake2b(view[start:start + width], digest_size=16,
                                key=last[:64]).digest()
         out.append(last)
@@ -509,6 +512,7 @@ class Shortcut(NamedTuple):
     tokens: Tokens
     cuts: list
     rest: str
+    hashes: list             # block hashes of `tokens`
 
 
 def control_candidates(text: str) -> set:
@@ -553,7 +557,7 @@ class TextMemory:
     def __init__(self, budget: int):
         self.budget, self.used = budget, 0
         self._trie = PrefixTrie(self._SEED, self.STEP)
-        self._known: OrderedDict = OrderedDict()      # id -> (tokens, cuts, bytes)
+        self._known: OrderedDict = OrderedDict()  # id -> tokens, cuts, bytes, hashes
         self._last = 0
 
     @classmethod
@@ -565,25 +569,27 @@ class TextMemory:
     def shortcut(self, t: Text) -> Optional[Shortcut]:
         "What is known of a text, cut at the last control token of the common part."
         for match in self._trie.match(t.points, t.hashes, limit=1)[:1]:
-            tokens, cuts, _ = self._known[match.holder]
+            tokens, cuts, _, hashes = self._known[match.holder]
             # The control token must lie wholly in the common text: "<|im_" alone
             # may go on as something else.
             last = bisect.bisect_right([c.end for c in cuts], match.length) - 1
             if last > 0:
                 self._known.move_to_end(match.holder)
                 cut = cuts[last]
-                return Shortcut(tokens[:cut.index], cuts[:last], t.text[cut.start:])
+                return Shortcut(tokens[:cut.index], cuts[:last], t.text[cut.start:],
+                                hashes[:cut.index // BLOCK])
         return None
 
-    def remember(self, t: Text, tokens: Tokens, cuts: list) -> None:
+    def remember(self, t: Text, tokens: Tokens, cuts: list, hashes: list) -> None:
         "Keep a prompt; one that it merely extends is replaced by it."
         for match in self._trie.match(t.points, t.hashes, limit=1)[:1]:
             if match.length == match.size:
                 self._forget(match.holder)
         self._last += 1
-        size = 4 * (len(t.points) + len(tokens)) + 120 * len(cuts)
+        size = 4 * (len(t.points) + len(tokens)) + 120 * len(cuts) \
+            + 60 * (len(hashes) + len(t.hashes))
         self._trie.insert(self._last, t.points, t.hashes)
-        self._known[self._last] = (tokens, cuts, size)
+        self._known[self._last] = (tokens, cuts, size, hashes)
         self.used += size
         while self.used > self.budget and len(self._known) > 1:
             self._forget(next(iter(self._known)))
@@ -726,6 +732,12 @@ def _check_messages(messages: Any) -> None:
                          param=f"messages[{i}].content")
 
 
+def _plain_assistants(messages: list) -> list:
+    "An assistant turn without text, in the one form of its many: content is ''."
+    return [dict(m, content="") if m["role"] == "assistant"
+            and m.get("content") in (None, []) else m for m in messages]
+
+
 def _has_media(messages: list) -> bool:
     return any(isinstance(part, dict) and part.get("type") in _MEDIA
                for m in messages if isinstance(m.get("content"), list)
@@ -753,9 +765,14 @@ def _conversation(body: dict, headers: dict) -> tuple:
         return _digest(["key", body["prompt_cache_key"]]), True
     messages = body.get("messages")
     if isinstance(messages, list):
-        first = next((i for i, m in enumerate(messages) if m.get("role") == "user"),
-                     len(messages) - 1)
-        return _digest([tools, messages[:first + 1]]), False
+        h = hashlib.blake2b(_digest(tools).encode(), digest_size=8)
+        for m in messages:               # up to the first user message
+            content = m.get("content")
+            h.update(content.encode("utf-8", "surrogatepass")
+                     if isinstance(content, str) else _digest(content).encode())
+            if m.get("role") == "user":
+                break
+        return h.hexdigest(), False
     return _digest(["text", str(body.get("prompt"))[:2000]]), False
 
 
@@ -810,6 +827,8 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
     limit = None if limit == -1 else limit
     named_by, named = _conversation(body, headers)
     kept = {k: v for k, v in body.items() if k not in _CONTROLS}
+    if route == "chat":
+        kept["messages"] = _plain_assistants(kept["messages"])
     if "stop" in kept:                   # an empty stop string would stop at once
         stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
         kept["stop"] = [s for s in stops if s not in ("", None)]
@@ -1231,6 +1250,7 @@ class Counters:
         "windfalls": "asks that reused a block or more more than expected",
         "raw_asks": "asks that were to reuse nothing",
         "cancelled": "asks whose client left",
+        "cancelled_early": "... before the engine said what it would compute for them",
         "failed": "asks that ended in an error",
         "refused": "asks refused because too many wait",
         "waited": "asks that waited for a slot",
@@ -2865,7 +2885,6 @@ class Lease:
                  queued_ms: float):
         self.keeper, self.ask, self.request, self.prompt = keeper, ask, request, prompt
         self.plan, self.seat, self.life, self.queued_ms = plan, seat, life, queued_ms
-        self.before = 0                  # tokens in the slot when it was granted
         self.open = True
         self.vector: Optional[list] = None   # embedding, where one was computed
         self.cached: Optional[int] = None    # what the engine said it reuses
@@ -3117,13 +3136,15 @@ class Keeper:
             tokens = array("I", value)
         else:
             tokens = array("I", self.engine.tokenize(value, True))
-        return self._prompt(tokens, [], "")
+        return self._prompt(tokens, [], "", ())
 
-    def _prompt(self, tokens: Tokens, cuts: list, text: str) -> Prompt:
+    def _prompt(self, tokens: Tokens, cuts: list, text: str,
+                hashes: Sequence[bytes]) -> Prompt:
         starts = tuple(c.index for c in cuts)
         users = tuple(c.index for c in cuts
                       if text[c.end:c.end + 12].lstrip().startswith("user"))
-        return Prompt(tokens, self.book.trie.hashes(tokens), starts, users)
+        return Prompt(tokens, block_hashes(tokens, self.book.trie.seed, known=hashes),
+                      starts, users)
 
     def _from_text(self, text: str) -> Prompt:
         """Tokens of a rendered text; of a known one only the new end is tokenized.
@@ -3134,6 +3155,7 @@ class Keeper:
         seen = TextMemory.text(text)
         with self.lock:
             known = self.texts.shortcut(seen) if self.shortcut_on else None
+        checked = True
         if known is None:
             tokens = array("I", self.engine.tokenize(text, True))
             cuts = find_cuts(text, tokens, self.engine.learn_controls(text))
@@ -3143,16 +3165,19 @@ class Keeper:
             self._count("shortcuts")
             self._shortcuts += 1
             if self._shortcuts <= _CHECK_FIRST or self._shortcuts % _CHECK_EVERY == 0:
-                tokens = self._check_shortcut(text, tokens)
+                tokens, joined = self._check_shortcut(text, tokens), tokens
+                checked = tokens == joined
             offset = len(text) - len(known.rest)
             rest = tokens[len(known.tokens):]
             cuts = known.cuts + [
                 Cut(c.start + offset, c.end + offset, c.index + len(known.tokens))
                 for c in find_cuts(known.rest, rest,
                                    self.engine.learn_controls(known.rest))]
+        prompt = self._prompt(tokens, cuts, text,
+                              known.hashes if known is not None and checked else ())
         with self.lock:
-            self.texts.remember(seen, tokens, cuts)
-        return self._prompt(tokens, cuts, text)
+            self.texts.remember(seen, tokens, cuts, prompt.hashes)
+        return prompt
 
     def _check_shortcut(self, text: str, tokens: Tokens) -> Tokens:
         full = array("I", self.engine.tokenize(text, True))
@@ -3268,7 +3293,6 @@ class Keeper:
                     book.trie.tokens(("known", known.ask))) - BLOCK:
                 book.counters.gambles_lost += 1
         pinned_prompt = prompt if plan.slot >= 0 else None
-        before = book.slots[seat].size + book.slots[seat].tail
         book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
                               plan.gamble, now))
         self.grants += 1
@@ -3278,7 +3302,6 @@ class Keeper:
         self.opened += 1
         ticket.lease = Lease(self, ticket.ask, request, prompt, plan, seat, book.life,
                              (now - ticket.since) * 1000)
-        ticket.lease.before = before
         self.tickets.remove(ticket)
         ticket.granted.set()
         return True
@@ -3357,11 +3380,11 @@ class Keeper:
             return
         lease.open = False
         held = self._wait_until_free(lease) if sent else 0
-        if lease.cached is None and sent:
-            # It said nothing yet.  Another count than before means that it began.
-            lease.cached = lease.plan.expect
-            held = held if held != lease.before else None
         with self.lock:
+            if lease.cached is None and sent:
+                # It said nothing yet: it may hold what it held before, or not.
+                held = None
+                self.book.counters.cancelled_early += 1
             self._unsure = self._unsure or sent
             if held and lease.prompt is not None:
                 self.book.counters.cancelled_tokens += max(
@@ -4361,8 +4384,8 @@ class Gateway:
 
     def _run(self, ask: Request, reply: Any, many: int) -> None:
         """One ask: tokens, slot, engine, settle.  When the engine dies before the
-        client got anything, once more with its successor."""
-        for attempt in (1, 2):
+        client got anything, again with its successor."""
+        for attempt in range(4):
             self.keeper.wait_ready(reply.tick)
             core = core_json(ask)
             try:
@@ -4371,10 +4394,12 @@ class Gateway:
                 self._dispatch(ask, core, lease, reply, many)
                 return
             except EngineGone as error:
-                if attempt == 2 or reply.started:
+                if attempt == 3 or reply.started:
                     raise
-                log.warning("the engine failed an ask (%s); trying once more",
+                log.warning("the engine failed an ask (%s); trying again",
                             error.message)
+                # A dying process may answer /health for a moment yet.
+                self.edges.clock.sleep(0.2 * (attempt + 1))
                 self.keeper.watch_once()
 
     def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
@@ -5289,8 +5314,8 @@ def status_text(state: dict) -> str:
 # 20. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
-#    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig, front_rig,
-#    Asker, Oracle, prose, computed, resident_bytes.
+#    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
+#    front_rig, Asker, Oracle, prose, computed, resident_bytes.
 #
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
 #    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
@@ -5717,7 +5742,8 @@ def soak(rig: Rig, minutes: float, clients: int = 32, seed: int = 1,
                 busy_at_end=sum(bool(s["busy"]) for s in state["slots"]),
                 waiting_at_end=state["waiting"],
                 computed_by_engine=int(computed(rig.engine) - before),
-                computed_counted=counted)
+                computed_counted=counted,
+                cancelled_early=state["counters"]["cancelled_early"])
 
 
 def _soak_ask(front: Engine, messages: list, leave: bool, after_s: float) -> str:
@@ -6087,8 +6113,9 @@ def cmd_bench(c: Context) -> int:
         raise UsageError("there is no engine or model to measure yet", "run `toki up`, "
                          "or give --engine-bin and --model")
     start_logging(c.edges, None, "error")
-    rows = {"situations": _bench_situations, "overhead": _bench_overhead,
-            "soak": _bench_soak, "texts": _bench_texts}[c.ns.what](c, where, binary, model)
+    run = {"situations": _bench_situations, "overhead": _bench_overhead,
+           "soak": _bench_soak, "texts": _bench_texts}[c.ns.what]
+    rows = run(c, where, binary, model)
     if c.ns.json:
         c.say(json.dumps(rows, indent=1))
     return 0
