@@ -115,13 +115,21 @@ class Case(unittest.TestCase):
         self.addCleanup(engine.stop)
         return engine
 
-    def daemon(self, engine, wait=True, edges=toki.REAL, plan=None, **settings):
-        "A daemon of this process in front of an engine; engine may be a URL."
+    def daemon(self, engine, wait=True, edges=toki.REAL, plan=None, kind=None,
+               **settings):
+        """A daemon of this process in front of an engine; engine may be a URL.
+
+        `kind`: the memory kind, as a readable header would tell it."""
         where = toki.places({}, settings.pop("state", None) or self.folder())
         url = engine if isinstance(engine, str) else engine.url
         config = toki.load_config({k: str(v) for k, v in settings.items()}, {}).but(port=0)
         daemon = toki.Daemon(config, where, edges,
                              toki.Engine(url, settings.get("engine_key", ""), edges), plan)
+        if kind:
+            window = getattr(engine, "window", 128) if "window" in kind else 0
+            daemon.engine.facts = toki.ModelFacts(
+                "m", "fake", kind.split("+")[0], 8192, window, 100, True, 1)
+            daemon.engine.swa_full = kind == "window+full"
         daemon.start()
         self.addCleanup(daemon.close)
         if wait:
@@ -1613,6 +1621,7 @@ class House(Case):
     def test_only_edges_open_files_processes_and_sockets(self):
         allow = {"EDGES": None, "HTTP": {"socket", "time", "os", "threading"}, "MACHINE": {"os", "time"},
                  "ENGINE": {"os", "threading"}, "LEDGER": {"threading", "sqlite3"},
+                 "SHELF": {"os", "threading", "sqlite3"},
                  "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
                  "DOCTOR": set(), "COMMANDS": {"os"}}
@@ -1639,12 +1648,10 @@ class House(Case):
     def test_readme_names_every_command_route_and_setting(self):
         with open(os.path.join(HERE, "README.md"), encoding="utf-8") as f:
             readme = f.read()
-        for name in toki.COMMANDS:
-            self.assertIn(f"toki {name}", readme)
-        for route in toki.ROUTES:
-            self.assertIn(f"{route.method} {route.path}", readme)
-        for s in toki.SETTINGS:
-            self.assertIn(f"`{s.name}`", readme)
+        wanted = [f"toki {name}" for name in toki.COMMANDS]
+        wanted += [f"{r.method} {r.path}" for r in toki.ROUTES]
+        wanted += [f"`{s.name}`" for s in toki.SETTINGS]
+        self.assertEqual([w for w in wanted if w not in readme], [])
 
     def test_top_level_holds_only_what_was_agreed(self):
         names = {n for n in os.listdir(HERE) if not n.startswith(".")}
@@ -3300,6 +3307,257 @@ class LedgerRoom(Case):
 
 
 # ============================================================================
+# SHELF - what is saved, moved and refused; on the fake, whose text shows wrong KV.
+# ============================================================================
+class ShelfRoom(Case):
+    def rig(self, kind="rewindable", state=None, folder=None, **options):
+        settings = {k: options.pop(k) for k in ("shelf_gb", "shelf") if k in options}
+        folder = folder or self.folder()
+        more = {"kind": kind.split("+")[0], "swa_full": kind == "window+full"}
+        fake = self.fake(save_dir=folder, **more, **options)
+        d = self.daemon(fake, kind=kind, state=state or self.folder(), shelf_dir=folder,
+                        **settings)
+        # The fake computes nothing; at its speed moving state would never pay.
+        d.keeper.book.rates.prefill_ms = 1.0
+        d.keeper.book.rates.learn = lambda timings: None
+        return fake, d, Client(d)
+
+    def agents(self, fake, c, n, turns, head=700, raw_check=False):
+        "(oracle, computed) of n agents in turn with one head."
+        oracle, before = Oracle(), fake.counters["prompt_tokens_total"]
+        first = {"role": "system", "content": say(1, head)}
+        histories = [[first] for _ in range(n)]
+        for turn in range(turns):
+            for a, h in enumerate(histories):
+                h.append({"role": "user", "content": f"{a} {turn} " + say(f"{a}.{turn}", 40)})
+                prompt = tokenize(apply_template({"messages": h})[0])
+                reply = c.chat(h, 12)["choices"][0]["message"]
+                oracle.add(prompt, tokenize(apply_template({"messages": h})[0]
+                                            + reply["content"]))
+                h.append(reply)
+        return oracle.total, fake.counters["prompt_tokens_total"] - before
+
+    def test_a_head_is_computed_once_for_all(self):
+        for kind, least in (("rewindable", 0.97), ("window+full", 0.95),
+                            ("append-only", 0.93)):
+            with self.subTest(kind):
+                fake, d, c = self.rig(kind)
+                oracle, computed = self.agents(fake, c, 3, 4)
+                self.assertGreaterEqual(oracle / computed, least, (oracle, computed))
+
+    def test_more_agents_than_slots(self):
+        for kind, least in (("rewindable", 0.93), ("window+full", 0.93),
+                            ("append-only", 0.92)):
+            with self.subTest(kind):
+                fake, d, c = self.rig(kind, slots=2)
+                oracle, computed = self.agents(fake, c, 6, 3)
+                self.assertGreaterEqual(oracle / computed, least, (oracle, computed))
+                self.assertEqual(d.keeper.book.counters.refused_restores, 0)
+
+    def test_one_flight_for_a_new_head_and_a_leader_that_leaves(self):
+        for leaves in (False, True):
+            with self.subTest(leaves=leaves):
+                fake, d, c = self.rig(n_batch=64)
+                head = {"role": "system", "content": say(1, 800)}
+                size = len(tokenize(head["content"]))
+                before = fake.counters["prompt_tokens_total"]
+                fake.hold("prefill", after=128)
+                leader = json.dumps({"messages": [head, {"role": "user", "content": "L"}],
+                                     "max_tokens": 4}).encode()
+                sock = socket.create_connection((c.host, c.port))
+                sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                             b"Content-Length: %d\r\n\r\n%s" % (len(leader), leader))
+                self.until(lambda: fake.frozen)
+                out = []
+                threads = [threading.Thread(target=lambda i=i: out.append(c.chat(
+                    [head, {"role": "user", "content": f"agent {i}"}], 4)))
+                    for i in range(3)]
+                for t in threads:
+                    t.start()
+                self.until(lambda: len(d.keeper.tickets) == 3)
+                if leaves:
+                    sock.close()
+                    time.sleep(0.4)
+                fake.release()
+                for t in threads:
+                    t.join(20)
+                self.assertEqual(len(out), 3)
+                self.until(lambda: not d.keeper.open_count())
+                computed = fake.counters["prompt_tokens_total"] - before
+                self.assertLess(computed, size + 300)
+                self.assertEqual({r["cache"]["source"] for r in out}
+                                 - {"none", "fork", "resident"}, set())
+                sock.close()
+
+    def test_the_donor_is_not_harmed(self):
+        fake, d, c = self.rig()
+        head = [{"role": "user", "content": say(1, 300)}]
+        parent = head + [c.chat(head, 8)["choices"][0]["message"]]
+        for i in range(3):
+            child = parent + [{"role": "user", "content": f"child {i} " + say(i, 20)}]
+            self.assertLess(c.chat(child, 4)["cache"]["computed_tokens"], 90)
+        again = parent + [{"role": "user", "content": "go on " + say(9, 20)}]
+        self.assertLess(c.chat(again, 4)["cache"]["computed_tokens"], 90)
+
+    def test_life_after_a_restart_of_both(self):
+        state, folder = self.folder(), self.folder()
+        fake, d, c = self.rig(state=state, folder=folder)
+        histories = []
+        for a in range(3):
+            h = [{"role": "user", "content": f"{a} " + say(a, 700)}]
+            histories.append(h + [c.chat(h, 8)["choices"][0]["message"]])
+        d.close()
+        fake.kill()
+        files = set(os.listdir(folder))
+        torn = os.path.join(folder, sorted(files)[0][:12] + "-123.kv")
+        with open(torn, "wb") as f:
+            f.write(b"half")
+        fake, d, c = self.rig(state=state, folder=folder)
+        self.assertFalse(os.path.exists(torn))           # an orphan of a torn save
+        for h in histories:
+            h.append({"role": "user", "content": "go on"})
+            cache = c.chat(h, 4)["cache"]
+            self.assertEqual(cache["source"], "shelf")
+            self.assertLess(cache["computed_tokens"], 40)
+
+    def test_damaged_files_cost_computing_never_the_ask(self):
+        "F-45: cut, flipped, deleted, replaced; the index deleted.  The engine lives on."
+        def cut(path):
+            os.truncate(path, os.path.getsize(path) - 1)
+
+        def flip(path):
+            with open(path, "r+b") as f:
+                f.seek(os.path.getsize(path) // 2)
+                byte = f.read(1)
+                f.seek(-1, 1)
+                f.write(bytes([byte[0] ^ 1]))
+        h = [{"role": "user", "content": say(1, 700)}]
+        for harm in (cut, flip, os.remove, lambda path: os.truncate(path, 0)):
+            state, folder = self.folder(), self.folder()
+            fake, d, c = self.rig(state=state, folder=folder)
+            known = c.chat(h, 8)["choices"][0]["message"]["content"]
+            d.close()
+            fake.kill()
+            self.assertTrue(os.listdir(folder))
+            for name in os.listdir(folder):
+                harm(os.path.join(folder, name))
+            fake, d, c = self.rig(state=state, folder=folder)
+            reply = c.chat(h, 8)
+            self.assertEqual(reply["choices"][0]["message"]["content"], known)
+            self.assertEqual(reply["cache"]["kind"], "miss")
+            self.assertEqual(c.chat(h, 8)["cache"]["kind"], "hit")
+            d.close()
+            fake.kill()
+            os.remove(os.path.join(state, "shelf.db"))
+            fake, d, c = self.rig(state=state, folder=folder)
+            self.assertEqual(c.chat(h, 8)["cache"]["kind"], "miss")
+
+    def test_saving_that_fails_costs_nothing(self):
+        "Disk full, folder read-only: the ask goes on."
+        fake, d, c = self.rig()
+        fake.inject(lambda path, body: (500, {"error": {"message": "Unable to save slot"}})
+                    if path.startswith("/slots/") and "filename" in (body or {}) else None)
+        oracle, computed = self.agents(fake, c, 3, 2)
+        self.assertEqual(d.keeper.book.counters.failed, 0)
+        self.assertEqual(d.keeper.book.snaps, {})
+
+    def test_a_budget_smaller_than_a_snapshot(self):
+        fake, d, c = self.rig(shelf_gb=0.000001)
+        oracle, computed = self.agents(fake, c, 3, 2)
+        self.until(lambda: not d.keeper.book.snaps)
+        self.assertEqual([n for n in os.listdir(d.config.shelf_dir)], [])
+
+    def test_the_least_valuable_is_evicted_first(self):
+        fake, d, c = self.rig()
+        self.agents(fake, c, 3, 2)
+        shelf = d.keeper.shelf
+        self.until(lambda: shelf._jobs.empty())
+        used = max(d.keeper.book.snaps.values(), key=lambda s: s.uses)
+        shelf.budget = used.n_bytes + 10
+        self.until(lambda: d.keeper.save_idle() or True)
+        self.agents(fake, c, 2, 1, head=690)
+        self.until(lambda: shelf.used <= shelf.budget)
+
+    def test_an_incomplete_window_is_never_attended_to(self):
+        "T2: the fake answers with other text when it is; toki erases first."
+        fake, d, c = self.rig("window+full", window=128, slots=1)
+        base = say(1, 500)
+        h = [{"role": "system", "content": say(2, 200)}, {"role": "user", "content": base}]
+        c.chat(h, 4)
+        others = [[{"role": "system", "content": say(3, 200)},
+                   {"role": "user", "content": say(10 + i, 900)}] for i in range(2)]
+        for o in others:                         # push it out of its slot
+            c.chat(o, 4)
+        more = h + [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+        self.assertEqual(c.chat(more, 4)["cache"]["source"], "shelf")
+        edited = [h[0], {"role": "user", "content": base[:-60] + " edited near the end"}]
+        got = c.chat(edited, 8)["choices"][0]["message"]["content"]
+        raw = c.chat(edited, 8, toki={"mode": "raw"})["choices"][0]["message"]["content"]
+        self.assertEqual(got, raw)
+
+    def test_window_models_without_full_cache_are_never_restored(self):
+        fake, d, c = self.rig("window")
+        self.agents(fake, c, 3, 2)
+        self.assertEqual(d.keeper.book.counters.restores, 0)
+
+    def test_a_file_of_another_model_is_another_namespace(self):
+        state, folder = self.folder(), self.folder()
+        fake, d, c = self.rig(state=state, folder=folder)
+        h = [{"role": "user", "content": say(1, 300)}]
+        c.chat(h, 4)
+        d.close()
+        fake.kill()
+        other = self.fake(save_dir=folder, model="other")
+        d = self.daemon(other, kind="rewindable", state=state, shelf_dir=folder)
+        self.assertEqual(d.keeper.book.snaps, {})
+        d.keeper.engine.facts = None
+        self.assertEqual(Client(d).chat(h, 4)["cache"]["kind"], "miss")
+
+    def test_unknown_headers_keep_the_shelf_off(self):
+        folder = self.folder()
+        d = self.daemon(self.fake(save_dir=folder), shelf_dir=folder)
+        self.assertIsNone(d.keeper.shelf)
+        self.assertFalse(d.keeper.ability().files)
+
+    def test_files_hold_conversations_so_they_are_private(self):
+        fake, d, c = self.rig()
+        self.agents(fake, c, 2, 2)
+        self.until(lambda: d.keeper.shelf._jobs.empty())
+        if os.name != "nt":
+            self.assertEqual(os.stat(d.where.file("shelf.db")).st_mode & 0o077, 0)
+
+    def test_token_ids_of_a_slot_file(self):
+        ids = tokens(5, 6, 7)
+        data = b"qsgg" + struct.pack("<5I", 4, 7, 0xFFFFFFFF, 1, 3) + ids.tobytes()
+        self.assertEqual(toki.slot_file_tokens(data + b"\0\0\0\0more"), ids)
+        for bad in (b"", data[:30], b"ggsq" + data[4:] + b"\0" * 4,
+                    data + b"\1\0\0\0", data[:4] + b"\5" + data[5:] + b"\0" * 4):
+            self.assertIsNone(toki.slot_file_tokens(bad))
+
+    def test_cache_command(self):
+        fake, d, c = self.rig()
+        self.agents(fake, c, 2, 2)
+        for what, word in (("stats", "saves"), ("list", "context")):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                self.assertEqual(toki.main(["cache", what, "--state-dir",
+                                            d.where.state]), 0)
+            self.assertIn(word if what == "stats" else "head", out.getvalue())
+
+
+class Oracle:
+    "What an unlimited exact-prefix cache would have computed."
+
+    def __init__(self):
+        self.known, self.total = [], 0
+
+    def add(self, prompt, after):
+        best = max((common_prefix(prompt, k) for k in self.known), default=0)
+        self.total += max(1, len(prompt) - best)
+        self.known.append(after)
+
+
+# ============================================================================
 # KEEPER
 # ============================================================================
 WORDS = ("stone lamp garden engine window paper signal harbor copper meadow ladder "
@@ -4697,7 +4955,7 @@ ROOMS = {
     "WIRE": (Wire,), "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
     "EDGES": (EdgesRoom,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
-    "LEDGER": (LedgerRoom,), "KEEPER": (KeeperRoom,), "HTTP": (Http,),
+    "LEDGER": (LedgerRoom,), "SHELF": (ShelfRoom,), "KEEPER": (KeeperRoom,), "HTTP": (Http,),
     "GATEWAY": (GatewayRoom,), "INSTALL": (Install,), "STACK": (Stack,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,

@@ -30,14 +30,15 @@ values out), the rest touches the world, and only through the doors of EDGES.
     12 MACHINE   where state lives; memory; who runs
     13 ENGINE    one llama-server: talk, probe, start, watch, stop
     14 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    15 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    16 HTTP      framing, limits, deadlines: a server made of http.server
-    17 GATEWAY   routes: bytes in and out, never decides
-    18 INSTALL   get an engine and a starter model
-    19 STACK     up, down, status: engine and daemon as one thing
-    20 BENCH     toki's own cost, soak, and the everyday situations
-    21 DOCTOR    is everything fit, and if not, what to do
-    22 COMMANDS  one function per subcommand, then main
+    15 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    16 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    17 HTTP      framing, limits, deadlines: a server made of http.server
+    18 GATEWAY   routes: bytes in and out, never decides
+    19 INSTALL   get an engine and a starter model
+    20 STACK     up, down, status: engine and daemon as one thing
+    21 BENCH     toki's own cost, soak, and the everyday situations
+    22 DOCTOR    is everything fit, and if not, what to do
+    23 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -265,6 +266,9 @@ SETTINGS = (
     Setting("allow_origins", "", str, "more web origins that may call, by comma"),
     Setting("state_dir", "", str, "folder for logs, engines, models, ledger"),
     Setting("shelf_dir", "", str, "the attached engine's --slot-save-path"),
+    Setting("shelf", True, _switch, "save and restore slots: forks, more contexts than "
+            "slots, life after a restart"),
+    Setting("shelf_gb", 20.0, _seconds, "disk that snapshots may use, in GiB"),
     Setting("embed_engine", "", str, "address of a llama-server for embeddings"),
     Setting("strict_models", False, _switch, "404 for model names that are not served"),
     Setting("max_body_mb", 64, _natural, "largest request body, decoded, in MiB"),
@@ -788,7 +792,7 @@ def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
     size = sum(len(str(m.get("content") or "")) for m in messages)
     structured = (body.get("response_format") or {}).get("type") == "json_schema" \
         if isinstance(body.get("response_format"), dict) else False
-    if messages and turns <= 1 and size < 4000 and len(messages) <= 2 and (
+    if messages and turns <= 1 and size < 2000 and len(messages) <= 2 and (
             structured or (limit is not None and limit <= _ONE_SHOT_OUTPUT)):
         return "oneshot"
     return "chat"
@@ -1141,9 +1145,9 @@ def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> byte
 
 # ============================================================================
 # 8. BOOK - what we believe the slots hold; changed only by events.
-#    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Option, Counters,
-#    Book, Dispatched, Progressed, Settled, Aborted, Reborn, MIN_REUSE_FOR_HIT,
-#    verdict, Rates.
+#    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
+#    Counters, Book, Dispatched, Progressed, Settled, Aborted, Reborn, Shelved,
+#    Unshelved, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
@@ -1155,6 +1159,7 @@ class Prompt(NamedTuple):
     hashes: list
     starts: tuple = ()       # token index of each message's first token
     users: tuple = ()        # ... of each user message
+    ahead: int = 0           # tokens up to the last blank line of a long last message
 
 
 class Slot(NamedTuple):
@@ -1177,6 +1182,22 @@ class Slot(NamedTuple):
     marks: tuple = ()
     limit: Optional[int] = None
     opaque: bool = False     # holds something without token ids (pictures)
+    restored: int = 0        # tokens of the snapshot it came from: behind its window
+    shelved: int = 0         # of `size`, tokens that a snapshot holds too
+
+
+class Snap(NamedTuple):
+    """A slot saved on disk; immutable.  `size` tokens are known, `held` are in it."""
+    id: int
+    name: str                # file name in the shelf's folder
+    sort: str                # "context" | "head" | "turn"
+    size: int
+    held: int
+    n_bytes: int
+    at: float                # wall clock
+    uses: int = 0
+    saved_ms: float = 0.0
+    verified: bool = True    # its digest was checked in this life of toki
 
 
 class Known(NamedTuple):
@@ -1206,6 +1227,32 @@ class Dispatched(NamedTuple):
     at: float
 
 
+class Shelved(NamedTuple):
+    snap: Snap
+    tokens: Tokens
+    slot: int                # that holds the same, -1: none does
+
+
+class Unshelved(NamedTuple):
+    id: int
+
+
+class Restored(NamedTuple):
+    "A snapshot was moved into a slot; its own ask still runs there."
+    slot: int
+    id: int
+    prompt: Prompt
+
+
+class Emptied(NamedTuple):
+    slot: int
+
+
+class Computed(NamedTuple):
+    "Tokens prefilled on the side, before the ask itself."
+    n_tokens: int
+
+
 class Progressed(NamedTuple):
     slot: int
     ready: int
@@ -1219,6 +1266,7 @@ class Settled(NamedTuple):
     timings: Timings
     expected: int
     at: float
+    side: int = 0            # of the reused tokens, those computed for it on the side
 
 
 class Aborted(NamedTuple):
@@ -1259,6 +1307,14 @@ class Counters:
         "shortcuts": "prompts of which only the new end was tokenized",
         "full_tokenizations": "prompts tokenized whole",
         "template_calls": "prompts rendered by the engine",
+        "side_tokens": "... of computed_tokens, those of heads prefilled on the side",
+        "forks": "prefixes moved from one slot to another",
+        "restores": "snapshots moved into a slot",
+        "saves": "slots saved as snapshots",
+        "saved_bytes": "bytes written by saves",
+        "restored_bytes": "bytes read by restores",
+        "refused_restores": "snapshots that were refused, and dropped",
+        "head_waits": "asks that waited for a head being computed",
         "gambles": "tails cut that were not expected to return",
         "gambles_lost": "... and did return",
         "cut_tokens": "tokens of live conversations given up for others",
@@ -1276,6 +1332,8 @@ class Rates:
 
     def __init__(self) -> None:
         self.prefill_ms: Optional[float] = None
+        self.save_ms: Optional[float] = None         # a token
+        self.restore_ms: Optional[float] = None      # a token
         self.decode_ms: Optional[float] = None
         self.reply_tokens: Optional[float] = None
 
@@ -1287,6 +1345,12 @@ class Rates:
             self.decode_ms = self._mix(self.decode_ms,
                                        t.predicted_ms / (t.predicted_n - 1))
 
+    def moved(self, kind: str, n_tokens: int, ms: float) -> None:
+        "Learn from a save or restore of a slot."
+        if n_tokens >= 64:
+            name = kind + "_ms"
+            setattr(self, name, self._mix(getattr(self, name), ms / n_tokens))
+
     @staticmethod
     def _mix(old: Optional[float], new: float) -> float:
         return new if old is None else 0.8 * old + 0.2 * new
@@ -1294,6 +1358,8 @@ class Rates:
     def as_dict(self) -> dict:
         return {"prefill_ms_per_token": self.prefill_ms,
                 "decode_ms_per_token": self.decode_ms,
+                "save_ms_per_token": self.save_ms,
+                "restore_ms_per_token": self.restore_ms,
                 "reply_tokens": self.reply_tokens}
 
 
@@ -1316,6 +1382,8 @@ class Book:
         self.counters = Counters()
         self.rates = Rates()
         self.known: OrderedDict = OrderedDict()       # ask -> Known
+        self.snaps: dict = {}                         # id -> Snap
+        self.flights: dict = {}      # last block hash of a head -> ask computing it
         self.budget, self.known_bytes = budget, 0
 
     # ---- events -----------------------------------------------------------
@@ -1327,6 +1395,7 @@ class Book:
             self.trie.drop((self.life, s.slot))
         self.life += 1
         self.slots = [Slot(i) for i in range(e.n_slots)]
+        self.flights.clear()
 
     def _on_dispatched(self, e: Dispatched) -> None:
         old, c = self.slots[e.slot], self.counters
@@ -1344,7 +1413,7 @@ class Book:
             e.slot, size, 0, kept, e.ask, e.request.conversation, e.request.named,
             e.request.klass, e.at, old.uses + 1,
             tuple(m for m in old.marks if m <= kept), e.request.limit,
-            e.prompt is None)
+            e.prompt is None, old.restored if kept else 0, min(old.shelved, kept))
 
     def _retire(self, old: Slot, e: Dispatched) -> None:
         "Remember whose tail is being cut, to learn whether that was wise."
@@ -1364,7 +1433,7 @@ class Book:
 
     def _on_settled(self, e: Settled) -> None:
         c, t = self.counters, e.timings
-        total, proven = t.cache_n + t.prompt_n, t.cache_n
+        total, proven = t.cache_n + t.prompt_n, max(0, t.cache_n - e.side)
         c.asks += 1
         c.prompt_tokens += total
         c.reused_tokens += proven
@@ -1407,6 +1476,41 @@ class Book:
         self.slots[e.slot] = s._replace(
             busy=0, size=keep, ready=keep, used_at=e.at, tail=max(0, held - s.size),
             marks=tuple(m for m in s.marks if m <= keep))
+
+    # ---- the shelf ----------------------------------------------------------
+    def _on_shelved(self, e: Shelved) -> None:
+        self.snaps[e.snap.id] = e.snap
+        self.trie.insert(("snap", e.snap.id), e.tokens)
+        if e.slot >= 0:
+            s, holder = self.slots[e.slot], (self.life, e.slot)
+            if s.tail and e.snap.size == s.size + s.tail:    # the file told the rest
+                self.trie.insert(holder, e.tokens)
+                s = s._replace(size=e.snap.size, ready=e.snap.size, tail=0)
+            self.slots[e.slot] = s._replace(shelved=max(s.shelved, e.snap.size))
+
+    def _on_unshelved(self, e: Unshelved) -> None:
+        if self.snaps.pop(e.id, None) is not None:
+            self.trie.drop(("snap", e.id))
+
+    def _on_restored(self, e: Restored) -> None:
+        snap, s = self.snaps[e.id], self.slots[e.slot]
+        self.snaps[e.id] = snap._replace(uses=snap.uses + 1)
+        self.slots[e.slot] = s._replace(restored=snap.held, marks=(),
+                                        shelved=min(snap.size, s.size))
+
+    def _on_emptied(self, e: Emptied) -> None:
+        s = self.slots[e.slot]
+        self.slots[e.slot] = s._replace(restored=0, shelved=0, marks=(), ready=0)
+
+    def _on_computed(self, e: Computed) -> None:
+        self.counters.computed_tokens += e.n_tokens
+        self.counters.side_tokens += e.n_tokens
+
+    def snap_matches(self, prompt: Prompt) -> list:
+        "[(snapshot, shared tokens)] of the shelf, longest first."
+        return [(self.snaps[m.holder[1]], m.length)
+                for m in self.trie.match(prompt.tokens, prompt.hashes, limit=24)
+                if m.holder[0] == "snap"]
 
     # ---- known prompts ----------------------------------------------------
     def _remember(self, e: Settled) -> None:
@@ -1485,8 +1589,9 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 
 # ============================================================================
 # 9. DECIDE - which slot, what is destroyed, and why.
-#    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, decide, usable,
-#    estimate_ms, p_return, learn_kind.  pure and total: always a plan, always a why.
+#    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
+#    usable_snap, incomplete, estimate_ms, p_return, learn_kind.  pure and total:
+#    always a plan, always a why.
 # ============================================================================
 _HALF_LIFE_S = {"agent": 1800.0, "chat": 900.0, "oneshot": 60.0, "": 1.0}
 _P_RETURN = {"agent": 0.95, "chat": 0.8, "oneshot": 0.02, "": 0.0}
@@ -1494,6 +1599,9 @@ _WORTHLESS = 0.05            # below this nobody is expected back
 _GAMBLE_LIMIT = 0.2          # cut a document's old question while it loses less often
 _WAIT_MS = 30_000            # never wait longer than this for a better slot
 _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
+_DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
+_MOVE_FIXED_MS = 3.0         # ... and for the call itself
+_HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
 
 
 class Ability(NamedTuple):
@@ -1503,7 +1611,8 @@ class Ability(NamedTuple):
     kind: str                # "rewindable" | "window" | "append-only"
     window: int = 0
     slack: int = 0           # window: tokens behind which a branch is still in cells
-    files: bool = False      # slot save and restore
+    files: bool = False      # slot save and restore, in a way that counts later
+    full_window: bool = False    # a window model whose slots keep all cells
 
 
 class Plan(NamedTuple):
@@ -1516,6 +1625,12 @@ class Plan(NamedTuple):
     size: int = 0            # tokens known to be in the slot
     destroyed: int = 0       # tokens of others given up
     gamble: bool = False     # ... in the belief that they will not return
+    save: bool = False       # first save what the slot holds now
+    donor: int = -1          # slot to save first, whose snapshot is then restored
+    snap: int = 0            # snapshot to restore
+    erase: bool = False      # the slot's window is incomplete where this ask leaves it
+    heads: tuple = ()        # lengths to prefill and save before the ask itself
+    turn: int = 0            # save after this many tokens of the prompt
     why: str = ""
 
 
@@ -1535,6 +1650,8 @@ def usable(ability: Ability, o: Option, n: int) -> int:
     if match <= 0:
         return 0
     size, tail = o.slot.size, o.slot.tail
+    if ability.full_window and incomplete(ability, o.slot, match):
+        return 0
     mark = max((m for m in o.slot.marks if m <= match), default=0)
     if ability.kind == "append-only":
         # All that the slot holds must come again, and one token more.
@@ -1542,6 +1659,32 @@ def usable(ability: Ability, o: Option, n: int) -> int:
     if ability.kind == "window":
         return match if size + tail - match <= ability.slack else mark
     return match
+
+
+def incomplete(ability: Ability, s: Slot, match: int) -> bool:
+    """Would an ask that leaves a slot after `match` tokens attend to missing cells?
+
+    A restored state of N tokens has windowed cells only for the last `window` of them;
+    cut between N - window and N - 1 the engine accepts it and answers wrongly
+    (reuse-measurements T2).
+    """
+    return ability.full_window and bool(s.restored) and \
+        s.restored - ability.window < match < s.restored - 1
+
+
+def usable_snap(ability: Ability, snap: Snap, match: int, n: int) -> int:
+    "How many tokens of a snapshot count for an ask that shares `match` of them."
+    match = min(match, n - 1)
+    if ability.full_window:              # cut elsewhere it is thrown away, or wrong
+        return match if match >= snap.held - 1 else 0
+    if ability.kind == "append-only":
+        return match if match == snap.held and n > match else 0
+    return match if ability.kind == "rewindable" else 0
+
+
+def _exact(ability: Ability) -> bool:
+    "Must an ask extend all of a snapshot, to the token?"
+    return ability.full_window or ability.kind == "append-only"
 
 
 def estimate_ms(rates: Rates, s: Slot) -> Optional[float]:
@@ -1559,30 +1702,108 @@ def _gamble_chance(counters: Counters) -> float:
 
 
 class _Bid(NamedTuple):
-    "One idle slot's price for an ask."
+    "The price of an ask in one idle slot, with one way to bring its prefix there."
     option: Option
     usable: int
     cut: int                 # live tokens of another conversation given up
     gamble: bool
     cost_ms: float
+    save: bool = False
+    donor: int = -1
+    snap: int = 0
 
 
-def _bid(ability: Ability, request: Request, o: Option, n: int,
-         prefill_ms: float, gambling: bool) -> _Bid:
+class Prices(NamedTuple):
+    "Milliseconds: measured rates where there are some, careful ones where not."
+    prefill: float
+    save: float
+    restore: float
+
+    @classmethod
+    def of(cls, rates: Rates) -> "Prices":
+        return cls(rates.prefill_ms or _DEFAULT_PREFILL_MS,
+                   rates.save_ms or _DEFAULT_MOVE_MS,
+                   rates.restore_ms or _DEFAULT_MOVE_MS)
+
+    def saving(self, n: int) -> float:
+        return _MOVE_FIXED_MS + n * self.save
+
+    def restoring(self, n: int) -> float:
+        return _MOVE_FIXED_MS + n * self.restore
+
+
+def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
+    """(ms lost on average, save it first?, tokens lost for good) for what a slot holds
+    beyond `kept` tokens when it is overwritten."""
+    lost = max(0, o.slot.size + o.slot.tail - kept)
+    p = p_return(o.slot.klass, o.idle_s)
+    held = lost * prices.prefill
+    if o.slot.opaque or not lost:
+        return p * held, False, 0
+    unshelved = lost if o.slot.shelved < o.slot.size else o.slot.tail
+    if not ability.files or _exact(ability):
+        # Only a turn snapshot taken in time can serve there; what it lacks is little.
+        unshelved = max(0, o.slot.size - max(o.slot.shelved, kept)) + o.slot.tail
+        back = prices.restoring(o.slot.size) if o.slot.shelved else 0
+        lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
+        return p * (unshelved * prices.prefill + back), False, lost
+    back = prices.restoring(o.slot.size + o.slot.tail)
+    as_it_is = p * (unshelved * prices.prefill + back)
+    saved = prices.saving(o.slot.size + o.slot.tail) + p * back
+    if saved < as_it_is and unshelved > BLOCK // 2:
+        return saved, True, 0
+    return as_it_is, False, unshelved
+
+
+def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
+         gambling: bool) -> _Bid:
+    "The ask in this slot, reusing what the slot itself holds."
     keep = 0 if request.raw else usable(ability, o, n)
     stays = 0 if request.raw else max(keep, o.match)
-    lost = max(0, o.slot.size + o.slot.tail - stays)
-    p = p_return(o.slot.klass, o.idle_s)
-    gamble = False
-    if o.own and not request.raw:
-        lost_ms, cut = 0.0, 0
-    else:
-        gamble = o.inside and gambling and keep > 0 and not o.slot.named
-        lost_ms = lost * prefill_ms * (0.1 * p if gamble else p)
-        cut = lost if lost > BLOCK // 4 and p > _WORTHLESS and not gamble else 0
     if o.slot.opaque and o.own:
         return _Bid(o, keep, 0, False, 0.0)      # its pictures are there already
-    return _Bid(o, keep, cut, gamble, (n - keep) * prefill_ms + lost_ms)
+    todo = (n - keep) * prices.prefill
+    if o.own and not request.raw:
+        return _Bid(o, keep, 0, False, todo)
+    p = p_return(o.slot.klass, o.idle_s)
+    lost_ms, save, lost = _victim(ability, o, stays, prices)
+    gamble = o.inside and gambling and keep > 0 and not o.slot.named
+    if gamble:
+        lost_ms, save, lost = lost_ms * 0.1 * p, False, 0
+    cut = lost if lost > BLOCK // 4 and p > _WORTHLESS else 0
+    return _Bid(o, keep, cut, gamble, todo + lost_ms, save)
+
+
+def _moving_bids(ability: Ability, request: Request, n: int,
+                 options: Sequence[Option], snaps: Sequence[tuple],
+                 prices: Prices) -> list:
+    "The ask in each idle slot, with a prefix from the shelf or from another slot."
+    if not ability.files or request.raw:
+        return []
+    sources = []                         # (usable, donor, snapshot id, ms)
+    for snap, match in snaps:
+        keep = usable_snap(ability, snap, match, n)
+        if keep >= _HEAD_MIN // 2:
+            sources.append((keep, -1, snap.id, prices.restoring(snap.held)))
+    for o in options:
+        donor = Snap(0, "", "context", o.slot.size, o.slot.size + o.slot.tail, 0, 0.0)
+        keep = usable_snap(ability, donor, o.match, n)
+        if keep >= _HEAD_MIN // 2 and not o.slot.busy and not o.slot.opaque:
+            ms = prices.saving(donor.held) + prices.restoring(donor.held)
+            sources.append((keep, o.slot.slot, 0, ms))
+    bids = []
+    for keep, donor, snap_id, ms in sorted(sources, key=lambda x: (-x[0], x[3]))[:4]:
+        for o in options:
+            if o.slot.busy or o.slot.slot == donor:
+                continue
+            lost_ms, save, lost = _victim(ability, o, 0, prices)
+            if o.own:                    # its own older state: superseded
+                lost_ms, save, lost = 0.0, False, 0
+            p = p_return(o.slot.klass, o.idle_s)
+            cut = lost if lost > BLOCK // 4 and p > _WORTHLESS else 0
+            bids.append(_Bid(o, keep, cut, False, (n - keep) * prices.prefill + ms
+                             + lost_ms, save, donor, snap_id))
+    return bids
 
 
 def _best_idle(bids: list) -> _Bid:
@@ -1594,10 +1815,13 @@ def _best_idle(bids: list) -> _Bid:
 
 
 def decide(request: Request, n: int, options: Sequence[Option], ability: Ability,
-           rates: Rates, counters: Counters, waited_ms: float = 0) -> Plan:
-    """Choose a slot for an ask of `n` prompt tokens (0: unknown) that has waited
-    `waited_ms` already.
+           rates: Rates, counters: Counters, waited_ms: float = 0,
+           snaps: Sequence[tuple] = (), prompt: Optional[Prompt] = None,
+           flights: Optional[dict] = None) -> Plan:
+    """Choose slot and source for an ask of `n` prompt tokens (0: unknown) that has
+    waited `waited_ms` already.
 
+    `snaps` are the shelf's matches, `flights` the heads that others compute just now.
     Conversations that share a head get slots of their own while any is free or
     worthless: cutting a tail saves the head once and costs that tail every turn.
     """
@@ -1607,21 +1831,74 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
             return Plan("wait", -1, "none", why="all slots of the engine are busy")
         return Plan("run", -1, "none", why="the engine chooses the slot: "
                     "it is shared with others or clears idle slots")
-    prefill_ms = rates.prefill_ms or _DEFAULT_PREFILL_MS
+    prices = Prices.of(rates)
     gambling = _gamble_chance(counters) < _GAMBLE_LIMIT
-    bids = [_bid(ability, request, o, max(n, 1), prefill_ms, gambling)
+    bids = [_bid(ability, request, o, max(n, 1), prices, gambling)
             for o in options if not o.slot.busy]
     if not bids:
         return Plan("wait", -1, "none", why="all slots are busy")
+    bids += _moving_bids(ability, request, max(n, 1), options, snaps, prices)
     best = _best_idle(bids)
     if not request.raw:
         waiting = _worth_waiting(ability, options, max(n, 1), best, rates, waited_ms)
         if waiting:
             return waiting
-    o = best.option
-    plan = Plan("run", o.slot.slot, "resident" if best.usable else "none", best.usable,
-                o.match, o.slot.size, best.cut, best.gamble)
-    return plan._replace(why=_why(request, n, best, bids))
+    if flights and prompt is not None:
+        holder = _flight_of(prompt, best, flights)
+        if holder and waited_ms < _WAIT_MS:
+            return Plan("wait", options[0].slot.slot, "fork",
+                        why=f"ask {holder} computes the same head just now")
+    o, heads = best.option, _heads(ability, request, prompt, best)
+    source = "none" if not best.usable else "fork" if best.donor >= 0 \
+        else "shelf" if best.snap else "resident"
+    return Plan("run", o.slot.slot, source, best.usable, o.match, o.slot.size, best.cut,
+                best.gamble, best.save, best.donor, best.snap,
+                not best.snap and best.donor < 0
+                and incomplete(ability, o.slot, min(o.match, n - 1)),
+                heads, _turn_end(ability, request, prompt, best, heads),
+                _why(request, n, best, bids))
+
+
+def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
+           best: _Bid) -> tuple:
+    """Lengths to prefill and save before the ask, where nothing holds them yet.
+
+    The stable head in front of the first user message; and, on models that cannot
+    rewind, the document above the last question (no later save could serve it).
+    """
+    if not ability.files or prompt is None or request.raw or request.klass == "oneshot":
+        return ()
+    wanted = [prompt.users[0]] if prompt.users else []
+    if ability.kind == "append-only":
+        wanted.append(prompt.ahead)
+    heads, known = [], best.usable
+    for end in wanted:
+        if end >= _HEAD_MIN and end - known >= BLOCK:
+            heads.append(end)
+            known = end
+    return tuple(heads)
+
+
+def _flight_of(prompt: Prompt, best: _Bid, flights: dict) -> int:
+    "The ask that computes a longer part of this prompt just now, 0: none."
+    for i in range(len(prompt.hashes) - 1, -1, -1):
+        if (i + 1) * BLOCK <= best.usable + BLOCK:
+            return 0
+        if prompt.hashes[i] in flights:
+            return flights[prompt.hashes[i]]
+    return 0
+
+
+def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
+              heads: tuple) -> int:
+    """Where snapshots must be extended exactly: where to save in mid-turn, the end of
+    the last message.  The next turn always extends it, however it renders the reply."""
+    if not ability.files or not _exact(ability) or prompt is None or request.raw \
+            or request.klass == "oneshot" or not prompt.starts:
+        return 0
+    end = prompt.starts[-1]
+    new = end - max(best.usable, *heads, 0)
+    return end if new >= BLOCK // 4 and end >= _HEAD_MIN else 0
 
 
 def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
@@ -1647,6 +1924,10 @@ def _why(request: Request, n: int, best: _Bid, bids: list) -> str:
         return "raw: nothing is reused, cheapest slot"
     if o.slot.opaque and o.own:
         return "same conversation with pictures, its own slot"
+    if best.donor >= 0:
+        return f"{best.usable} of {n} tokens forked from slot {best.donor}"
+    if best.snap:
+        return f"{best.usable} of {n} tokens restored from the shelf"
     if best.usable and o.own:
         return f"goes on in its slot, which holds {o.match} of {n} tokens"
     if best.gamble:
@@ -2862,9 +3143,275 @@ class Ledger:
 
 
 # ============================================================================
-# 15. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 15. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+#    uses: WORDS, TOKENS, BOOK, EDGES.  offers: Shelf, SHELF_SCHEMA,
+#    slot_file_tokens.
+#
+#    Handlers save and restore through the engine under their lease; one librarian
+#    thread owns the index, the digests and eviction, and never makes an ask wait.
+#    A file is  <namespace>-<id>.kv ; what its name does not say the index knows.
+# ============================================================================
+SHELF_SCHEMA = 1
+_SNAP_NAME = re.compile(r"^([0-9a-f]{12})-([0-9a-f]{1,12})\.kv$")
+
+
+def slot_file_tokens(start: bytes) -> Optional[Tokens]:
+    """The token ids at the beginning of a slot file, None for an unknown format.
+
+    llama.cpp's GGSQ version 4: magic, version, words of payload, then marker -1,
+    payload version 1, count, the ids, media chunks (state_seq_save_file).
+    """
+    if len(start) < 24 or start[:4] != b"qsgg" or sys.byteorder != "little":
+        return None
+    version, words, marker, inner, count = struct.unpack("<5I", start[4:24])
+    if (version, marker, inner) != (4, 0xFFFFFFFF, 1) or count + 4 > words \
+            or len(start) < 24 + 4 * count + 4:
+        return None
+    if start[24 + 4 * count:28 + 4 * count] != b"\0\0\0\0":
+        return None                      # pictures in between
+    return array("I", start[24:24 + 4 * count])
+
+
+class Shelf:
+    """The snapshots of one namespace in one folder.
+
+    `gone(ids)` is called from the librarian when snapshots were evicted.  A folder
+    that toki cannot read (an attached engine's) goes without digests and sizes.
+    """
+
+    def __init__(self, folder: str, index: str, namespace: str, budget: int,
+                 edges: Edges, gone: Callable[[list], None]):
+        self.folder, self.index, self.namespace = folder, index, namespace
+        self.budget, self.edges, self.gone = budget, edges, gone
+        self.readable = edges.disk.exists(folder)
+        self.trouble = ""                # why the shelf is off, in a sentence
+        self.used = 0
+        self._digests: dict = {}         # id -> digest of the file
+        self._next = int(edges.clock.wall() * 1000)
+        self._jobs: queue.Queue = queue.Queue()
+        self._pinned: dict = {}          # id -> restores under way
+        self._pin_lock = threading.Lock()
+        self._clock_value = 0.0          # GreedyDual's inflation
+        self._values: dict = {}
+        self._sizes: dict = {}
+        self._thread = threading.Thread(target=self._run, name="toki-librarian",
+                                        daemon=True)
+
+    # ---- names and checks, from any thread ----------------------------------
+    def new_name(self) -> tuple:
+        "(id, file name) for the next snapshot."
+        with self._pin_lock:
+            self._next += 1
+            return self._next, f"{self.namespace}-{self._next:x}.kv"
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def fit(self, snap: Snap) -> str:
+        """'' when a snapshot may be restored, else what is wrong with its file.
+
+        An engine dies of a file that was cut short, so the size is checked always and
+        the digest once in each life of toki.
+        """
+        if not self.readable:
+            return ""
+        try:
+            size = self.edges.disk.size(self.path(snap.name))
+        except OSError:
+            return "the file is gone"
+        if size != snap.n_bytes:
+            return f"the file has {size} bytes instead of {snap.n_bytes}"
+        if not snap.verified:
+            digest = self._digest(snap.name)
+            if digest != self._digests.get(snap.id):
+                return "the file's digest has changed"
+        return ""
+
+    def tokens_in(self, name: str, n_tokens: int) -> Optional[Tokens]:
+        "What a saved file itself says it holds; None when it cannot be read."
+        if not self.readable:
+            return None
+        try:
+            with self.edges.disk.open_binary(self.path(name)) as f:
+                return slot_file_tokens(f.read(28 + 4 * n_tokens))
+        except OSError:
+            return None
+
+    def _digest(self, name: str) -> str:
+        h = hashlib.blake2b(digest_size=16)
+        try:
+            with self.edges.disk.open_binary(self.path(name)) as f:
+                while True:
+                    data = f.read(1 << 20)
+                    if not data:
+                        return h.hexdigest()
+                    h.update(data)
+        except OSError:
+            return ""
+
+    def pin(self, snap_id: int) -> None:
+        "A restore is under way: the file must not be evicted."
+        with self._pin_lock:
+            self._pinned[snap_id] = self._pinned.get(snap_id, 0) + 1
+
+    def unpin(self, snap_id: int) -> None:
+        with self._pin_lock:
+            self._pinned[snap_id] -= 1
+            if not self._pinned[snap_id]:
+                del self._pinned[snap_id]
+
+    def added(self, snap: Snap, tokens: Tokens) -> None:
+        self._jobs.put(("add", snap, tokens.tobytes()))
+
+    def touched(self, snap_id: int, saved_ms: float) -> None:
+        self._jobs.put(("touch", snap_id, saved_ms))
+
+    def remove(self, snap_id: int, name: str) -> None:
+        self._jobs.put(("remove", snap_id, name))
+
+    def close(self) -> None:
+        "Index what was saved, at most for a few seconds."
+        if self._thread.is_alive():
+            self._jobs.put(("end", 0, None))
+            self._thread.join(10)
+
+    # ---- the librarian --------------------------------------------------------
+    def open(self) -> list:
+        """[(Snap, tokens)] of this namespace from the index; starts the librarian.
+
+        Files without a row and rows without a file (or with another size) are removed;
+        an index that cannot be read is begun anew.
+        """
+        rows = []
+        try:
+            db = self._database()
+            rows = db.execute(
+                "SELECT id, name, sort, size, held, bytes, at, uses, saved_ms, digest, "
+                "tokens FROM snaps WHERE namespace = ?", (self.namespace,)).fetchall()
+            db.close()
+        except (sqlite3.Error, OSError) as error:
+            log.warning("the shelf's index cannot be used (%s); begun anew", error)
+            for suffix in ("", "-wal", "-shm"):
+                with contextlib.suppress(OSError):
+                    self.edges.disk.remove(self.index + suffix)
+        found, dead = [], []
+        for row in rows:
+            snap = Snap(*row[:9], verified=False)
+            try:
+                whole = not self.readable or \
+                    self.edges.disk.size(self.path(snap.name)) == snap.n_bytes
+            except OSError:
+                whole = False
+            if not whole:
+                dead.append((snap.id, snap.name))
+                continue
+            tokens = array("I")
+            tokens.frombytes(row[10])
+            self._digests[snap.id] = row[9] or ""
+            self._account(snap)
+            self._next = max(self._next, snap.id)
+            found.append((snap, tokens))
+        self._sweep({s.name for s, _ in found})
+        self._thread.start()
+        for snap_id, name in dead:
+            self.remove(snap_id, name)
+        return found
+
+    def _sweep(self, known: set) -> None:
+        "Files of this namespace that no row knows: torn saves of an earlier life."
+        for name in self.edges.disk.listing(self.folder) if self.readable else ():
+            found = _SNAP_NAME.match(name)
+            if found and found.group(1) == self.namespace and name not in known:
+                with contextlib.suppress(OSError):
+                    self.edges.disk.remove(self.path(name))
+
+    def _database(self) -> sqlite3.Connection:
+        db = self.edges.disk.database(self.index)
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SHELF_SCHEMA):
+            db.close()
+            raise sqlite3.DatabaseError(f"schema {version}, {SHELF_SCHEMA} expected")
+        db.execute("CREATE TABLE IF NOT EXISTS snaps (id INTEGER PRIMARY KEY, "
+                   "namespace, name, sort, size, held, bytes, at, uses, saved_ms, "
+                   "digest, tokens)")
+        db.execute(f"PRAGMA user_version = {SHELF_SCHEMA}")
+        return db
+
+    def _account(self, snap: Snap) -> None:
+        self.used += snap.n_bytes
+        self._sizes[snap.id] = (snap.n_bytes, snap.name)
+        # GreedyDual-Size-Frequency: uses and saved time a byte, above the clock.
+        self._values[snap.id] = self._clock_value + (1 + snap.uses) * (
+            1.0 + snap.saved_ms) / max(1, snap.n_bytes)
+
+    def _run(self) -> None:
+        db, warned = None, False
+        while True:
+            job, key, value = self._jobs.get()
+            try:
+                db = db or self._database()
+                if job == "end":
+                    break
+                with db:
+                    self._do(db, job, key, value)
+            except (sqlite3.Error, OSError) as error:
+                if not warned:
+                    log.warning("the shelf's index cannot be written: %s", error)
+                warned = True
+                if job == "end":
+                    break
+        if db is not None:
+            db.close()
+
+    def _do(self, db: sqlite3.Connection, job: str, key: Any, value: Any) -> None:
+        if job == "add":
+            digest = self._digest(key.name) if self.readable else ""
+            self._digests[key.id] = digest
+            self._account(key)
+            db.execute("INSERT OR REPLACE INTO snaps VALUES (" + ",".join("?" * 12)
+                       + ")", (
+                key.id, self.namespace, key.name, key.sort, key.size, key.held,
+                key.n_bytes, key.at, 0, 0.0, digest, value))
+            self._evict(db)
+        elif job == "touch":
+            db.execute("UPDATE snaps SET uses = uses + 1, saved_ms = saved_ms + ? "
+                       "WHERE id = ?", (value, key))
+            if key in self._values:
+                n_bytes = self._sizes[key][0]
+                self._values[key] = max(self._values[key], self._clock_value) \
+                    + (1.0 + value) / max(1, n_bytes)
+        elif job == "remove":
+            self._forget(db, key, value)
+
+    def _forget(self, db: sqlite3.Connection, snap_id: int, name: str) -> None:
+        db.execute("DELETE FROM snaps WHERE id = ?", (snap_id,))
+        self.used -= self._sizes.pop(snap_id, (0, ""))[0]
+        self._values.pop(snap_id, None)
+        self._digests.pop(snap_id, None)
+        if self.readable:
+            with contextlib.suppress(OSError):
+                self.edges.disk.remove(self.path(name))
+
+    def _evict(self, db: sqlite3.Connection) -> None:
+        "Down to the budget, the least valuable a byte first; restores keep their file."
+        victims = []
+        while self.used > self.budget and self._values:
+            with self._pin_lock:
+                free = [i for i in self._values if i not in self._pinned]
+            if not free:
+                break
+            victim = min(free, key=self._values.get)
+            self._clock_value = self._values[victim]
+            victims.append(victim)
+            self._forget(db, victim, self._sizes[victim][1])
+        if victims:
+            self.gone(victims)
+
+
+# ============================================================================
+# 16. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
-#    ENGINE, LEDGER.  offers: Keeper, Lease, ClientGone, cache_report.
+#    ENGINE, LEDGER, SHELF.  offers: Keeper, Lease, ClientGone, cache_report.
 # ============================================================================
 _CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcuts that are checked
 _WATCH_S = 2.0
@@ -2886,8 +3433,13 @@ class Lease:
         self.keeper, self.ask, self.request, self.prompt = keeper, ask, request, prompt
         self.plan, self.seat, self.life, self.queued_ms = plan, seat, life, queued_ms
         self.open = True
+        self.sent = False                # the engine has been asked for it
         self.vector: Optional[list] = None   # embedding, where one was computed
         self.cached: Optional[int] = None    # what the engine said it reuses
+        self.victim: Optional[tuple] = None  # (Slot, tokens) of what was there before
+        self.side = 0                    # tokens computed for it on the side
+        self.moved = ""                  # "fork" | "shelf" once a restore was proven
+        self.flights: list = []          # keys of the heads it computes
 
     @property
     def slot(self) -> Optional[int]:
@@ -2923,7 +3475,10 @@ class Keeper:
 
     def __init__(self, engine: Engine, config: Config, edges: Edges = REAL,
                  managed: bool = False, ledger: Optional[Ledger] = None,
-                 embedder: Optional[Engine] = None):
+                 embedder: Optional[Engine] = None, shelf_folder: str = "",
+                 shelf_index: str = ""):
+        self.shelf_folder, self.shelf_index = shelf_folder, shelf_index
+        self.shelf: Optional[Shelf] = None
         self.engine, self.config, self.edges = engine, config, edges
         self.managed, self.ledger, self.embedder = managed, ledger, embedder
         # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
@@ -2955,8 +3510,11 @@ class Keeper:
     def ability(self) -> Ability:
         info = self.engine.info
         assert info is not None
+        windowed = info.window > 0 and info.kind == "rewindable"
+        usable = windowed or info.kind != "window"
         return Ability(info.n_slots, not self.foreign and not info.unified, info.kind,
-                       info.window, info.slack, info.files)
+                       info.window, info.slack, self.shelf is not None and usable
+                       and not self.shelf.trouble, windowed)
 
     def attach(self) -> bool:
         "Probe an engine that answers and take it into use; False when it is not ready."
@@ -2978,6 +3536,7 @@ class Keeper:
             self._base, self._unsure = None, True
             self.foreign = False
             self.state, self.trouble = "ready", ""
+        self._open_shelf(info)
         self.up.set()
         log.info("engine %s ready: %s, %d slots of %d tokens, %s memory%s%s",
                  self.engine.url, info.model, info.n_slots, info.n_ctx, info.kind,
@@ -2986,6 +3545,48 @@ class Keeper:
         with self.lock:
             self._grant_locked()
         return True
+
+    def _open_shelf(self, info: EngineInfo) -> None:
+        "Snapshots of this very model and engine shape, from this and earlier lives."
+        if self.shelf is not None or not info.files or not self.shelf_folder \
+                or not self.config.shelf:
+            return
+        if self.engine.facts is None:
+            log.warning("the model file %r cannot be read here, so its memory kind is "
+                        "not certain: the shelf stays off", info.path)
+            return
+        shelf = Shelf(self.shelf_folder, self.shelf_index, self._namespace(info),
+                      int(self.config.shelf_gb * (1 << 30)), self.edges, self._evicted)
+        try:
+            found = shelf.open()
+        except OSError as error:
+            log.warning("the shelf %s cannot be used: %s", self.shelf_folder, error)
+            return
+        with self.lock:
+            for snap, tokens in found:
+                self.book.apply(Shelved(snap, tokens, -1))
+        self.shelf = shelf
+        if found:
+            log.info("%d snapshots on the shelf (%s)", len(found),
+                     fmt_bytes(shelf.used))
+
+    def _namespace(self, info: EngineInfo) -> str:
+        """What must match before tokens may: model file, build, slots and window shape
+        (a file of another model with equal shapes is accepted by the engine)."""
+        facts, disk = self.engine.facts, self.edges.disk
+        mark = ""
+        with contextlib.suppress(OSError):
+            with disk.open_binary(info.path) as f:
+                mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
+        parts = [info.path if not mark else "", mark, facts.size if facts else 0,
+                 info.build, info.n_slots, self.engine.swa_full, self.managed,
+                 self.config.engine_args if self.managed else ""]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+
+    def _evicted(self, ids: list) -> None:
+        with self.lock:
+            for snap_id in ids:
+                self.book.apply(Unshelved(snap_id))
 
     def _others_at_work(self) -> bool:
         info = self.engine.info
@@ -3027,6 +3628,9 @@ class Keeper:
             except Exception:                # a watcher must not die
                 log.exception("watching the engine failed")
             pause = 0.25 if self.state != "ready" else _WATCH_S
+            with contextlib.suppress(TokiError):
+                while not self.stopping.is_set() and self.save_idle():
+                    pause = 0.25
             if self.phantom.wait(pause):
                 self.phantom.clear()
 
@@ -3138,6 +3742,25 @@ class Keeper:
             tokens = array("I", self.engine.tokenize(value, True))
         return self._prompt(tokens, [], "", ())
 
+    def _ahead(self, text: str, tokens: Tokens, cuts: list) -> int:
+        """Tokens up to the last blank line of a long last user message, 0 without one:
+        a document with a question under it.  Only where nothing can be rewound."""
+        users = [i for i, c in enumerate(cuts)
+                 if text[c.end:c.end + 12].lstrip().startswith("user")]
+        if not users or not self.ability().files \
+                or self.ability().kind != "append-only":
+            return 0
+        first = users[-1]
+        end = cuts[first + 1].start if first + 1 < len(cuts) else len(text)
+        blank = text.rfind("\n\n", cuts[first].start, end)
+        if blank < cuts[first].start + 4 * BLOCK:
+            return 0
+        start = cuts[first].index
+        above = text[cuts[first].start:blank + 2]
+        part = array("I", self.engine.tokenize(above, False))
+        # Tokens may join across the blank line: keep what both have.
+        return start + common_prefix(part, tokens[start:])
+
     def _prompt(self, tokens: Tokens, cuts: list, text: str,
                 hashes: Sequence[bytes]) -> Prompt:
         starts = tuple(c.index for c in cuts)
@@ -3175,6 +3798,7 @@ class Keeper:
                                    self.engine.learn_controls(known.rest))]
         prompt = self._prompt(tokens, cuts, text,
                               known.hashes if known is not None and checked else ())
+        prompt = prompt._replace(ahead=self._ahead(text, tokens, cuts))
         with self.lock:
             self.texts.remember(seen, tokens, cuts, prompt.hashes)
         return prompt
@@ -3278,8 +3902,14 @@ class Keeper:
         now = self.edges.clock.now()
         book, request, prompt = self.book, ticket.request, ticket.prompt
         options = book.options(request, prompt, now)
-        plan = decide(request, ticket.n, options, self.ability(), book.rates,
-                      book.counters, (now - ticket.since) * 1000)
+        ability = self.ability()
+        snaps = book.snap_matches(prompt) \
+            if prompt is not None and ability.files else ()
+        plan = decide(request, ticket.n, options, ability, book.rates, book.counters,
+                      (now - ticket.since) * 1000, snaps, prompt, book.flights)
+        if plan.action == "wait" and plan.source == "fork" and (
+                ticket.plan is None or ticket.plan.source != "fork"):
+            book.counters.head_waits += 1
         ticket.plan = plan
         if plan.action == "wait":
             return False
@@ -3293,6 +3923,8 @@ class Keeper:
                     book.trie.tokens(("known", known.ask))) - BLOCK:
                 book.counters.gambles_lost += 1
         pinned_prompt = prompt if plan.slot >= 0 else None
+        holder, victim = (book.life, seat), book.slots[seat]
+        old = (victim, book.trie.tokens(holder)) if holder in book.trie else None
         book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
                               plan.gamble, now))
         self.grants += 1
@@ -3302,6 +3934,16 @@ class Keeper:
         self.opened += 1
         ticket.lease = Lease(self, ticket.ask, request, prompt, plan, seat, book.life,
                              (now - ticket.since) * 1000)
+        ticket.lease.victim = old
+        if plan.donor >= 0:              # nobody may run there while it is saved
+            book.slots[plan.donor] = book.slots[plan.donor]._replace(busy=ticket.ask)
+        if plan.snap and self.shelf is not None:
+            self.shelf.pin(plan.snap)
+        for end in (*plan.heads, plan.turn):
+            if prompt is not None and end >= BLOCK:
+                key = prompt.hashes[end // BLOCK - 1]
+                ticket.lease.flights.append(key)
+                book.flights[key] = ticket.ask
         self.tickets.remove(ticket)
         ticket.granted.set()
         return True
@@ -3332,7 +3974,7 @@ class Keeper:
                 self._learn_locked(lease, timings)
             book.apply(Settled(lease.seat if pinned else -1, lease.ask, lease.request,
                                lease.prompt if pinned else None, timings,
-                               lease.plan.expect, self.edges.clock.now()))
+                               lease.plan.expect, self.edges.clock.now(), lease.side))
             if pinned and lease.prompt is not None and not book.slots[lease.seat].size \
                     and slot.size:
                 log.warning("req=%d: the engine counted %d prompt tokens, toki %d; "
@@ -3343,6 +3985,7 @@ class Keeper:
             if ours and not pinned:
                 self._free_seat_locked(lease)
             self._own += timings.prompt_n + timings.predicted_n
+            self._land_locked(lease)
             if book.counters.phantom_hits > before and not self.managed:
                 self.phantom.set()
             self._end_locked(lease)
@@ -3360,6 +4003,221 @@ class Keeper:
                         "is %s, planned so from now on", lease.ask, timings.cache_n,
                         lease.plan.expect, kind)
 
+    # ---- moving state ------------------------------------------------------
+    def prepare_slot(self, lease: Lease, tick: Callable[[str], None]) -> None:
+        """Carry out the plan's moves: save, fork, restore, prefill a head.
+
+        Fails open: whatever goes wrong costs computing, never the ask.
+        """
+        plan = lease.plan
+        if lease.slot is None or lease.prompt is None or self.shelf is None:
+            return
+        if plan.save and lease.victim is not None:
+            slot, tokens = lease.victim
+            self._save(lease.seat, "context", tokens, slot.size + slot.tail, -1)
+        snap_id = plan.snap
+        if plan.donor >= 0:
+            snap_id = self._save_donor(lease)
+        if snap_id:
+            self._restore(lease, snap_id)
+        elif plan.erase:
+            self._erase(lease)
+        steps = [("head", end) for end in plan.heads] + [("turn", plan.turn)]
+        for sort, end in steps:
+            if end:
+                self._prefill(lease, end, tick)
+                self._save(lease.seat, sort, lease.prompt.tokens[:end], end, lease.seat)
+                with self.lock:          # those who wait for it may go on
+                    self._land_locked(lease, 1)
+                    self._grant_locked()
+
+    def _land_locked(self, lease: Lease, n: int = 9) -> None:
+        "Heads of this ask are on the shelf, or given up: nobody need wait for them."
+        done, lease.flights = lease.flights[:n], lease.flights[n:]
+        for key in done:
+            if self.book.flights.get(key) == lease.ask:
+                del self.book.flights[key]
+
+    def _save(self, slot: int, sort: str, tokens: Tokens, held: int,
+              holder: int) -> int:
+        """Save a slot as a snapshot; its id, 0 when it could not be saved.
+
+        `holder` is the slot that keeps holding it, -1 when it is given up.
+        """
+        shelf, clock = self.shelf, self.edges.clock
+        snap_id, name = shelf.new_name()
+        began = clock.now()
+        try:
+            reply = self.engine.json("POST", f"/slots/{slot}?action=save",
+                                     {"filename": name}, timeout=600)
+        except TokiError as error:
+            log.warning("a slot could not be saved: %s", error.message)
+            shelf.remove(snap_id, name)
+            return 0
+        saved = int(reply.get("n_saved") or 0)
+        if saved < len(tokens):          # not what the book believed to be there
+            log.warning("slot %d held %d tokens instead of %d; not kept", slot, saved,
+                        len(tokens))
+            shelf.remove(snap_id, name)
+            return 0
+        exact = shelf.tokens_in(name, saved)
+        if exact is not None and common_prefix(exact, tokens) < len(tokens):
+            log.warning("slot %d held other tokens than the book said; not kept", slot)
+            shelf.remove(snap_id, name)
+            return 0
+        tokens = tokens if exact is None else exact
+        snap = Snap(snap_id, name, sort, len(tokens), saved,
+                    int(reply.get("n_written") or 0), self.edges.clock.wall())
+        with self.lock:
+            self.book.rates.moved("save", saved, (clock.now() - began) * 1000)
+            c = self.book.counters
+            c.saves, c.saved_bytes = c.saves + 1, c.saved_bytes + snap.n_bytes
+            self.book.apply(Shelved(snap, tokens, holder))
+        shelf.added(snap, tokens)
+        return snap_id
+
+    def _save_donor(self, lease: Lease) -> int:
+        "Save another slot; it keeps what it holds and is free again afterwards."
+        donor, snap_id = lease.plan.donor, 0
+        with self.lock:
+            holder, s = (self.book.life, donor), self.book.slots[donor]
+            tokens = self.book.trie.tokens(holder) if holder in self.book.trie else None
+        try:
+            if tokens is not None:
+                snap_id = self._save(donor, "context", tokens, s.size + s.tail, donor)
+            if snap_id:
+                self.shelf.pin(snap_id)
+                self._count("forks")
+        finally:
+            with self.lock:
+                if self.book.slots[donor].busy == lease.ask:
+                    self.book.slots[donor] = self.book.slots[donor]._replace(busy=0)
+                    self._grant_locked()
+        return snap_id
+
+    def _restore(self, lease: Lease, snap_id: int) -> bool:
+        "Move a snapshot into the leased slot; a refused one is dropped for good."
+        with self.lock:
+            snap = self.book.snaps.get(snap_id)
+        wrong = "it was evicted" if snap is None else self.shelf.fit(snap)
+        began = self.edges.clock.now()
+        try:
+            if not wrong:
+                try:
+                    reply = self.engine.json(
+                        "POST", f"/slots/{lease.seat}?action=restore",
+                        {"filename": snap.name}, timeout=600)
+                    if int(reply.get("n_restored") or 0) != snap.held:
+                        wrong = f"{reply.get('n_restored')} tokens came instead of " \
+                                f"{snap.held}"
+                except EngineGone:
+                    raise
+                except TokiError as error:
+                    wrong = error.message
+        finally:
+            self.shelf.unpin(snap_id)
+        if wrong:
+            log.warning("a snapshot was refused (%s); dropped, the prompt is computed",
+                        wrong)
+            self._count("refused_restores")
+            self._erase(lease)
+            if snap is not None:
+                self._evicted([snap_id])
+                self.shelf.remove(snap_id, snap.name)
+            return False
+        ms = (self.edges.clock.now() - began) * 1000
+        with self.lock:
+            book = self.book
+            if snap_id in book.snaps:
+                book.snaps[snap_id] = book.snaps[snap_id]._replace(verified=True)
+                book.apply(Restored(lease.seat, snap_id, lease.prompt))
+            book.rates.moved("restore", snap.held, ms)
+            c = book.counters
+            c.restores, c.restored_bytes = c.restores + 1, \
+                c.restored_bytes + snap.n_bytes
+            saved = lease.plan.expect * (book.rates.prefill_ms or 0) - ms
+        lease.moved = "fork" if lease.plan.donor >= 0 or snap.sort == "head" \
+            else "shelf"
+        self.shelf.touched(snap_id, max(0.0, saved))
+        return True
+
+    def _erase(self, lease: Lease) -> None:
+        "Empty the leased slot, so that nothing half-right is attended to."
+        with contextlib.suppress(TokiError):
+            self.engine.json("POST", f"/slots/{lease.seat}?action=erase", {},
+                             timeout=60)
+        with self.lock:
+            if lease.life == self.book.life:
+                self.book.apply(Emptied(lease.seat))
+
+    def _prefill(self, lease: Lease, end: int, tick: Callable[[str], None]) -> None:
+        "Compute the first `end` tokens of the prompt in the leased slot, no more."
+        body = json.dumps({
+            "prompt": list(lease.prompt.tokens[:end]), "n_predict": 0, "stream": True,
+            "return_progress": True, "id_slot": lease.seat, "cache_prompt": True,
+            "temperature": 0}).encode()
+        up = self.engine.open("/completion", body)
+        lease.sent = True
+        splitter, timings = EventSplitter(), None
+        try:
+            while True:
+                if not up.wait([], 0.25):
+                    tick("prefill")
+                    continue
+                if not up.status:
+                    if up.head() != 200:
+                        raise engine_error(up.status, up.read_all())
+                    continue
+                data = up.read()
+                for raw in splitter.feed(data) if data else splitter.close():
+                    payload = event_payload(raw)
+                    event = json.loads(payload) if payload else {}
+                    progress = event.get("prompt_progress")
+                    if progress:
+                        lease.progressed(int(progress.get("cache") or 0),
+                                         int(progress.get("processed") or 0))
+                    timings = read_timings(event) or timings
+                if not data:
+                    break
+        finally:
+            up.close()
+        if timings is not None:
+            lease.side += timings.prompt_n
+            with self.lock:
+                self._own += timings.prompt_n + timings.predicted_n
+                self.book.apply(Computed(timings.prompt_n))
+                self.book.rates.learn(timings._replace(predicted_n=0))
+
+    def save_idle(self) -> bool:
+        """Save the most valuable unsaved slot while nobody asks; True when one was.
+
+        Contexts saved this way survive a crash of toki or engine.
+        """
+        with self.lock:
+            ability = self.ability() if self.state == "ready" else None
+            if ability is None or not ability.files or not ability.pinned \
+                    or self.open_count() or self.tickets or ability.full_window \
+                    or ability.kind == "append-only":
+                return False             # those have their turn snapshots
+            waiting = [s for s in self.book.slots if not s.busy and not s.opaque
+                       and s.size - s.shelved >= 2 * BLOCK and s.klass != "oneshot"]
+            if not waiting:
+                return False
+            s = max(waiting, key=lambda s: s.size - s.shelved)
+            tokens = self.book.trie.tokens((self.book.life, s.slot))
+            life = self.book.life
+            self.book.slots[s.slot] = s._replace(busy=-1)
+        try:
+            self._save(s.slot, "context", tokens, s.size + s.tail, s.slot)
+        finally:
+            with self.lock:
+                if life == self.book.life:
+                    now = self.book.slots[s.slot]
+                    # Also when it failed: not tried again until it changes.
+                    self.book.slots[s.slot] = now._replace(busy=0, shelved=now.size)
+                self._grant_locked()
+        return True
+
     def _free_seat_locked(self, lease: Lease) -> None:
         "An unpinned ask sat on a slot's seat only to be counted."
         s = self.book.slots[lease.seat]
@@ -3369,6 +4227,7 @@ class Keeper:
 
     def _end_locked(self, lease: Lease) -> None:
         self.ended += 1
+        self._land_locked(lease)
         self._ended_at = self.edges.clock.now()
         self._leave_locked(lease.request)
         self._grant_locked()
@@ -3483,18 +4342,35 @@ class Keeper:
                 "life": self.book.life,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
-            "slots": slots, "waiting": waiting, "open": self.open_count(),
+            "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
+            "open": self.open_count(),
             "counters": counters, "rates": rates, "shortcut": self.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
                        "known_bytes": self.book.known_bytes,
                        "text_bytes": self.texts.used},
             "recent": recent}
 
+    def _shelf_document(self) -> dict:
+        with self.lock:
+            snaps = [s._asdict() for s in self.book.snaps.values()]
+        return {"on": self.shelf is not None and not self.shelf.trouble,
+                "trouble": self.shelf.trouble if self.shelf else "",
+                "folder": self.shelf_folder,
+                "bytes": sum(s["n_bytes"] for s in snaps),
+                "budget": int(self.config.shelf_gb * (1 << 30)), "snapshots": snaps}
+
     def record(self, row: dict) -> None:
         "One finished ask, for ledger and faces."
         self.recent.append(row)
         if self.ledger is not None:
             self.ledger.add(row)
+
+    def save_all(self, patience_s: float = 20) -> None:
+        "Before the engine stops: everything worth keeping goes to the shelf."
+        end = self.edges.clock.now() + patience_s
+        with contextlib.suppress(TokiError):
+            while self.edges.clock.now() < end and self.save_idle():
+                pass
 
     def stop(self) -> None:
         self.stopping.set()
@@ -3509,22 +4385,23 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
     `from_engine` lists the engine's own figures; the rest is what toki decided, and
     `saved_ms_estimate` (~) is reused tokens x this engine's measured prefill time.
     """
-    plan, proven = lease.plan, timings.cache_n
-    source = "resident" if proven else "none"
+    plan, proven = lease.plan, timings.cache_n - lease.side
+    source = (lease.moved or "resident") if proven > 0 else "none"
     saved = None if prefill_ms is None else round(proven * prefill_ms, 1)
     return {
-        "kind": verdict(proven), "source": source,
+        "kind": verdict(max(0, proven)), "source": source,
         "slot": lease.slot, "mode": "raw" if lease.request.raw else "cached",
         "key_match": plan.match >= BLOCK,
         "prompt_tokens": timings.cache_n + timings.prompt_n, "reused_tokens": proven,
-        "expected_tokens": plan.expect, "computed_tokens": timings.prompt_n,
+        "expected_tokens": plan.expect,
+        "computed_tokens": timings.prompt_n + lease.side,
         "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
         "saved_ms_estimate": saved, "why": why, "steadied": [], "ask": lease.ask,
         "from_engine": ["prompt_tokens", "reused_tokens", "computed_tokens"]}
 
 
 # ============================================================================
-# 16. HTTP - framing, limits, deadlines: a server made of http.server.
+# 17. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -3925,7 +4802,7 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 17. GATEWAY - routes: bytes in and out, never decides.
+# 18. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, KEEPER, HTTP.
 #    offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
@@ -4406,6 +5283,7 @@ class Gateway:
                   many: int) -> None:
         keeper, up, status = self.keeper, None, "failed"
         try:
+            keeper.prepare_slot(lease, reply.tick)
             up = keeper.engine.open(_PATHS[ask.route],
                                     engine_json(ask, core, lease.slot))
             note = keeper.name_difference(
@@ -4424,7 +5302,7 @@ class Gateway:
             if up is not None:
                 up.close()
             if lease.open:
-                lease.abort(up is not None)
+                lease.abort(up is not None or lease.sent)
             if status == "cancelled":
                 keeper.failed("cancelled")
             self._record(ask, lease, reply, status)
@@ -4472,9 +5350,12 @@ class Gateway:
 
     def _record(self, ask: Request, lease: Lease, reply: Any, status: str) -> None:
         t, now = reply.timings if status == "ok" else None, self.edges.clock.now()
+        if t is not None:
+            t = t._replace(cache_n=max(0, t.cache_n - lease.side),
+                           prompt_n=t.prompt_n + min(lease.side, t.cache_n))
         total_ms = (now - reply.x.began) * 1000
         kind = verdict(t.cache_n) if t else status
-        source = "resident" if t and t.cache_n else "none"
+        source = (lease.moved or "resident") if t and t.cache_n else "none"
         log.info("req=%d %s %s %s slot=%s reused=%s/%s ttft=%s total=%s why=\"%s\"",
                  lease.ask, ask.route, kind, source,
                  "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
@@ -4572,7 +5453,7 @@ class Gateway:
 
 
 # ============================================================================
-# 18. INSTALL - get an engine and a starter model.
+# 19. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
 #    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
 #    OFFLINE_HINT.
@@ -4865,7 +5746,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 19. STACK - up, down, status: engine and daemon as one thing.
+# 20. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER, HTTP,
 #    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
 #    daemon_json, self_check, status_text.
@@ -5059,8 +5940,10 @@ class Daemon:
             self.engine = Engine("http://127.0.0.1:1", "", edges)
         embedder = Engine(config.embed_engine, config.engine_key, edges) \
             if config.embed_engine else None
+        shelf = self.where.shelf if self.plan is not None else config.shelf_dir
         self.keeper = Keeper(self.engine, config, edges, self.plan is not None, ledger,
-                             embedder)
+                             embedder, shelf if self.lock_file else "",
+                             self.where.file("shelf.db"))
         gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set)
         try:
             self.server = FastServer(config.host, config.port, gateway,
@@ -5111,11 +5994,14 @@ class Daemon:
             end = self.edges.clock.now() + 5
             while keeper.open_count() and self.edges.clock.now() < end:
                 self.edges.clock.sleep(0.05)
+            keeper.save_all()
             keeper.stop()
         if server is not None:
             server.server_close()
         if self.process is not None:
             self.process.stop()
+        if keeper is not None and keeper.shelf is not None:
+            keeper.shelf.close()
         if keeper is not None and keeper.ledger is not None:
             keeper.ledger.close()
         if self.lock_file is not None:
@@ -5300,6 +6186,12 @@ def status_text(state: dict) -> str:
     if rate is not None:
         lines.append(f"saved ~{fmt_ms(c['reused_tokens'] * rate)} of prefill "
                      f"({rate:.3f} ms a token)")
+    shelf = state["shelf"]
+    if shelf["on"]:
+        lines.append(
+            f"shelf: {len(shelf['snapshots'])} snapshots, {fmt_bytes(shelf['bytes'])} "
+            f"of {fmt_bytes(shelf['budget'])}; {c['saves']} saves, {c['restores']} "
+            f"restores, {c['forks']} forks, {c['refused_restores']} refused")
     if state["slots"]:
         lines += ["", table(
             [(s["slot"], s["tokens"], "busy" if s["busy"] else "idle",
@@ -5311,7 +6203,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 20. BENCH - toki's own cost, soak, and the everyday situations.
+# 21. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
 #    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
@@ -5547,7 +6439,7 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
 def front_rig(engine: Engine, where: Places, edges: Edges, config: Config,
               then: Callable[[], None] = lambda: None) -> Rig:
     "A daemon of this process in front of an engine that runs; it owns the engine."
-    daemon = Daemon(config.but(port=0, engine=""), where, edges,
+    daemon = Daemon(config.but(port=0, engine="", shelf_dir=where.shelf), where, edges,
                     Engine(engine.url, engine.key, edges, engine.facts,
                            engine.swa_full))
     daemon.start()
@@ -5808,7 +6700,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 21. DOCTOR - is everything fit, and if not, what to do.
+# 22. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -5889,6 +6781,14 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
                         f"{engine['model']}, {engine['n_slots']} slots of "
                         f"{fmt_n(engine['n_ctx'])} tokens, {engine['kind']} memory"))
     out += _check_engine(engine)
+    shelf = state["shelf"]
+    if shelf["on"]:
+        out.append(Check("OK", f"shelf: {len(shelf['snapshots'])} snapshots, "
+                         f"{fmt_bytes(shelf['bytes'])} in {shelf['folder']}"))
+    elif engine.get("files"):
+        out.append(Check("WARN", "the shelf is off: nothing is forked or kept",
+                         "give --shelf-dir, the engine's --slot-save-path, on a model "
+                         "file that toki can read"))
     try:
         out.append(_check_reuse(record, edges))
     except TokiError as error:
@@ -5897,7 +6797,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 22. COMMANDS - one function per subcommand, then main.
+# 23. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
@@ -6040,6 +6940,30 @@ def cmd_logs(c: Context) -> int:
             for line in lines[seen[path]:]:
                 c.say(f"{os.path.basename(path)}: {line}")
             seen[path] = len(lines)
+    return 0
+
+
+@_command(_arg("what", choices=("stats", "list"), help="stats, or list"), _JSON)
+def cmd_cache(c: Context) -> int:
+    """Show what the shelf holds and what moving state costs."""
+    state = c.state()
+    shelf, counters, rates = state["shelf"], state["counters"], state["rates"]
+    if c.ns.what == "list":
+        rows = [(s["sort"], s["size"], fmt_bytes(s["n_bytes"]), s["uses"],
+                 time_text(s["at"]), s["name"]) for s in shelf["snapshots"]]
+        c.say(json.dumps(shelf["snapshots"], indent=1) if c.ns.json else table(
+            rows, ("sort", "tokens", "bytes", "uses", "saved", "file")))
+        return 0
+    names = ("saves", "saved_bytes", "restores", "restored_bytes", "forks",
+             "refused_restores", "head_waits", "side_tokens", "hits", "misses",
+             "reused_tokens", "computed_tokens")
+    stats = dict({n: counters[n] for n in names}, snapshots=len(shelf["snapshots"]),
+                 bytes=shelf["bytes"], budget=shelf["budget"],
+                 save_ms_per_token=rates["save_ms_per_token"],
+                 restore_ms_per_token=rates["restore_ms_per_token"])
+    c.say(json.dumps(stats, indent=1) if c.ns.json else table(
+        [(k, "unknown" if v is None else f"{v:,.4g}" if isinstance(v, float)
+          else f"{v:,}") for k, v in stats.items()], ("what", "value")))
     return 0
 
 
