@@ -2171,7 +2171,7 @@ class BookRoom(Case):
 
     def test_known_prompts_have_a_budget(self):
         w = World()
-        w.book.budget = 3 * 4 * 1040
+        w.book.budget = 3 * w.book._weight(turn(0, 1).tokens)
         for i in range(9):
             w.run(request_of(f"c{i}"), turn(i, 1))
         self.assertLessEqual(w.book.known_bytes, w.book.budget)
@@ -4839,6 +4839,131 @@ class RealTraps(Real):
         self.assertNotEqual(d.keeper.engine.info.kind, "rewindable")
 
 
+class RealShelf(Real):
+    """Forks, parking, restarts on a real engine; efficiency by its own counter, so
+    heads prefilled on the side count."""
+
+    KINDS = (("llama-dense", 0.97, 0.97), ("deepseek2", 0.97, 0.97),
+             ("gemma3", 0.97, 0.94, "--swa-full"), ("gptoss", 0.97, 0.94, "--swa-full"),
+             ("qwen35", 0.94, 0.94, "--checkpoint-min-step", "64"),
+             ("mamba2", 0.94, 0.94, "--checkpoint-min-step", "64"))
+
+    def shelf_rig(self, server, state=None, swa_full=False):
+        where = toki.places({}, state or self.folder())
+        config = toki.load_config({"shelf_dir": server.home}, {}).but(port=0)
+        engine = toki.Engine(server.url, swa_full=swa_full)
+        daemon = toki.Daemon(config, where, toki.REAL, engine)
+        daemon.start()
+        self.addCleanup(daemon.close)
+        self.assertTrue(daemon.keeper.up.wait(30))
+        self.assertTrue(daemon.keeper.ability().files, server.url)
+        return daemon
+
+    def test_situations(self):
+        for model, steady, crowded, *flags in self.KINDS:
+            for name, least in (("interleaved", steady), ("crowd", crowded),
+                                ("cold_start", steady)):
+                with self.subTest(name, model=model):
+                    server = self.server(model, *flags)
+                    d = self.shelf_rig(server, swa_full="--swa-full" in flags)
+                    rig = toki.Rig(toki.Engine(server.url), toki.Engine(d.url()),
+                                   lambda: None, d)
+                    row = toki.run_situation(name, rig, 900)
+                    self.assertGreaterEqual(row["efficiency"], least, row)
+                    self.assertEqual(d.keeper.book.counters.refused_restores, 0)
+                    d.close()
+                    server.stop()
+
+    def test_questions_on_a_document_that_cannot_be_rewound(self):
+        server = self.server("qwen35", "--checkpoint-min-step", "64")
+        d = self.shelf_rig(server)
+        rig = toki.Rig(toki.Engine(server.url), toki.Engine(d.url()), lambda: None, d)
+        row = toki.run_situation("documents", rig, 700)
+        self.assertGreaterEqual(row["efficiency"], 0.95, row)
+
+    def test_engine_and_toki_killed_between_turns(self):
+        for model, *flags in (("llama-dense",), ("gemma3", "--swa-full"), ("qwen35",)):
+            with self.subTest(model):
+                state = self.folder()
+                server = self.server(model, *flags)
+                d = self.shelf_rig(server, state, "--swa-full" in flags)
+                c, histories = Client(d), []
+                for a in range(3):
+                    h = [{"role": "system", "content": say(1, 300)},
+                         {"role": "user", "content": f"{a} " + say(a, 300)}]
+                    histories.append(h + [c.chat(h, 8)["choices"][0]["message"]])
+                while d.keeper.save_idle():
+                    pass
+                server.process.kill()
+                d.close()
+                again = self.server(model, *flags)
+                shutil.rmtree(again.home)
+                os.rename(server.home, again.home)
+                d = self.shelf_rig(again, state, "--swa-full" in flags)
+                c = Client(d)
+                for h in histories:
+                    h.append({"role": "user", "content": "go on"})
+                    cache = c.chat(h, 4)["cache"]
+                    self.assertEqual(cache["source"], "shelf", cache)
+                    self.assertLess(cache["computed_tokens"], 64, cache)
+                d.close()
+                again.stop()
+
+    def test_restored_text_equals_text_reused_in_the_slot(self):
+        "Dense f16: forks of random lengths, byte for byte."
+        server = self.server("llama-dense")
+        d = self.shelf_rig(server)
+        c, rnd, moved = Client(d), random.Random(8), 0
+        asks = [[{"role": "system", "content": say(i % 3, 200)},
+                 {"role": "user", "content": say(50 + i, rnd.randrange(200, 700))}]
+                for i in range(9)]
+        for i in range(36):
+            h = asks[rnd.randrange(9)]
+            reply = c.chat(h, 10)
+            moved += reply["cache"]["source"] in ("fork", "shelf")
+            again = c.chat(h, 10)
+            self.assertEqual(again["cache"]["source"], "resident")
+            if reply["cache"]["computed_tokens"] < 20:   # the same split of batches
+                self.assertEqual(reply["choices"][0]["message"]["content"],
+                                 again["choices"][0]["message"]["content"], i)
+        self.assertGreater(moved, 10)
+
+    def test_a_cut_file_never_reaches_the_engine(self):
+        "A slot file that lost its last byte aborts the whole llama-server."
+        state = self.folder()
+        server = self.server("llama-dense")
+        d = self.shelf_rig(server, state)
+        h = [{"role": "user", "content": say(1, 600)}]
+        Client(d).chat(h, 4)
+        d.close()
+        names = [n for n in os.listdir(server.home) if n.endswith(".kv")]
+        self.assertTrue(names)
+        for name in names:
+            path = os.path.join(server.home, name)
+            os.truncate(path, os.path.getsize(path) - 1)
+        toki.Engine(server.url).json("POST", "/slots/0?action=erase", {})
+        d = self.shelf_rig(server, state)
+        self.assertEqual(Client(d).chat(h, 4)["cache"]["kind"], "miss")
+        self.assertIsNone(server.process.poll())
+
+    def test_an_incomplete_window_is_erased_first(self):
+        "T2 on the real engine: the text equals that of a raw ask."
+        server = self.server("gemma3", "--swa-full", slots=1)
+        d = self.shelf_rig(server, swa_full=True)
+        c, base = Client(d), say(1, 500)
+        h = [{"role": "system", "content": say(2, 200)}, {"role": "user", "content": base}]
+        c.chat(h, 4)
+        for i in range(2):
+            c.chat([{"role": "user", "content": say(10 + i, 800)}], 4)
+        more = h + [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+        self.assertEqual(c.chat(more, 4)["cache"]["source"], "shelf")
+        for cut in (20, 60, 150):
+            edited = [h[0], {"role": "user", "content": base[:-cut] + " edited"}]
+            got = c.chat(edited, 8)["choices"][0]["message"]["content"]
+            raw = c.chat(edited, 8, toki={"mode": "raw"})
+            self.assertEqual(got, raw["choices"][0]["message"]["content"], cut)
+
+
 class RealAlone(Real):
     def test_one_file_in_an_empty_folder(self):
         "python -I -S, empty HOME, read-only folder: a hit, and nothing written outside."
@@ -4959,7 +5084,7 @@ ROOMS = {
     "GATEWAY": (GatewayRoom,), "INSTALL": (Install,), "STACK": (Stack,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealAlone)}
+             RealTraps, RealShelf, RealAlone)}
 
 
 class Result(unittest.TextTestResult):

@@ -590,8 +590,8 @@ class TextMemory:
             if match.length == match.size:
                 self._forget(match.holder)
         self._last += 1
-        size = 4 * (len(t.points) + len(tokens)) + 120 * len(cuts) \
-            + 60 * (len(hashes) + len(t.hashes))
+        size = 4 * (len(t.points) + len(tokens)) + 180 * len(cuts) \
+            + 60 * len(hashes) + 480 * len(t.hashes) + 1000      # as measured
         self._trie.insert(self._last, t.points, t.hashes)
         self._known[self._last] = (tokens, cuts, size, hashes)
         self.used += size
@@ -1150,6 +1150,7 @@ def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> byte
 #    Unshelved, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
+_NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
 
 
@@ -1523,12 +1524,17 @@ class Book:
                 self.forget(m.holder[1])
         self.trie.insert(("known", e.ask), prompt.tokens, prompt.hashes)
         self.known[e.ask] = Known(e.ask, e.at, vector, False)
-        self.known_bytes += 4 * len(prompt.tokens)
+        self.known_bytes += self._weight(prompt.tokens)
         while self.known_bytes > self.budget and len(self.known) > 1:
             self.forget(next(iter(self.known)))
 
+    @staticmethod
+    def _weight(tokens: Tokens) -> int:
+        "Bytes that a known prompt really takes, a vector included."
+        return 4 * len(tokens) + _NODE_BYTES * (len(tokens) // BLOCK) + 3000
+
     def forget(self, ask: int) -> None:
-        self.known_bytes -= 4 * len(self.trie.tokens(("known", ask)))
+        self.known_bytes -= self._weight(self.trie.tokens(("known", ask)))
         self.trie.drop(("known", ask))
         del self.known[ask]
 
@@ -1541,7 +1547,8 @@ class Book:
 
     def set_vector(self, ask: int, vector: list) -> None:
         if ask in self.known:
-            self.known[ask] = self.known[ask]._replace(vector=vector)
+            kind = "q" if all(isinstance(x, int) for x in vector) else "d"
+            self.known[ask] = self.known[ask]._replace(vector=array(kind, vector))
 
     def candidates(self, skip: int = 0) -> list:
         "Known prompts that have a vector, for `nearest`."
@@ -1742,11 +1749,16 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
         return p * held, False, 0
     unshelved = lost if o.slot.shelved < o.slot.size else o.slot.tail
     if not ability.files or _exact(ability):
-        # Only a turn snapshot taken in time can serve there; what it lacks is little.
+        # A turn snapshot taken in time serves there always; a context snapshot holds
+        # the reply too, and serves when the reply comes back token for token.
         unshelved = max(0, o.slot.size - max(o.slot.shelved, kept)) + o.slot.tail
         back = prices.restoring(o.slot.size) if o.slot.shelved else 0
         lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
-        return p * (unshelved * prices.prefill + back), False, lost
+        as_it_is = p * (unshelved * prices.prefill + back)
+        saved = prices.saving(o.slot.size + o.slot.tail) + p * back
+        if ability.files and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
+            return saved, True, lost
+        return as_it_is, False, lost
     back = prices.restoring(o.slot.size + o.slot.tail)
     as_it_is = p * (unshelved * prices.prefill + back)
     saved = prices.saving(o.slot.size + o.slot.tail) + p * back
