@@ -2142,6 +2142,15 @@ class BookRoom(Case):
             self.assertEqual((s.size, s.tail, s.busy), (size, tail, 0))
             w.book.trie.check()
 
+    def test_checkpoints_are_believed_only_where_the_engine_computed(self):
+        "A restored slot has none below what was restored."
+        w, p = World(kind="append-only"), turn(1, 3)
+        w.run(request_of(), p, proven=0)
+        self.assertEqual(w.book.slots[0].marks, (1000, 1116))
+        w = World(kind="append-only")
+        w.run(request_of(), p, proven=1100)
+        self.assertEqual(w.book.slots[0].marks, (1116,))
+
     def test_other_token_count_than_the_engines_means_believe_nothing(self):
         w = World()
         w.start(request_of(), turn(1, 1))
@@ -2255,6 +2264,13 @@ class Decide(Case):
         late = toki.decide(request_of("a"), 1280, options, w.ability, w.book.rates,
                            w.book.counters, waited_ms=60_000)
         self.assertEqual(late.action, "run")     # waiting is bounded
+
+    def test_a_slot_that_is_being_saved_is_worth_waiting_for(self):
+        w = World(slots=2)
+        w.run(request_of("a"), turn(1, 5))
+        w.book.slots[0] = w.book.slots[0]._replace(busy=-1)
+        plan = w.plan(request_of("a"), turn(1, 6))
+        self.assertEqual((plan.action, plan.slot), ("wait", 0))
 
     def test_unpinned_engines_choose_for_themselves(self):
         w = World(pinned=False)

@@ -283,7 +283,7 @@ SETTINGS = (
     Setting("foreign_quiet", 30.0, _seconds,
             "pin again when an attached engine had no other traffic this long, in s"),
     Setting("shortcut", True, _switch, "tokenize only the new end of a known prompt"),
-    Setting("memory_mb", 12, _natural, "memory for known prompts and texts, in MiB"),
+    Setting("memory_mb", 6, _natural, "memory for known prompts and texts, in MiB"),
     Setting("history", True, _switch, "keep the ledger of asks (never their text)"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
             "how much the log says"),
@@ -1268,6 +1268,7 @@ class Settled(NamedTuple):
     expected: int
     at: float
     side: int = 0            # of the reused tokens, those computed for it on the side
+    ends: tuple = ()         # where prefills on the side ended
 
 
 class Aborted(NamedTuple):
@@ -1457,9 +1458,11 @@ class Book:
             return
         marks = s.marks
         if e.prompt is not None:
-            users = e.prompt.users
-            marks = tuple(sorted({*marks, *users[:1], *users[-1:], max(0, total - 4)}
-                                 - {0}))[-_MARKS:]
+            # The engine makes checkpoints where it computes, never in what it reuses.
+            made = {m for m in (*e.prompt.users[:1], *e.prompt.users[-1:], total - 4)
+                    if m >= t.cache_n}
+            made |= {end - 4 for end in e.ends}
+            marks = tuple(sorted(m for m in {*marks, *made} if m > 0))[-_MARKS:]
             self._remember(e)
         self.slots[e.slot] = s._replace(
             busy=0, used_at=e.at, tail=max(0, t.predicted_n - 1), ready=s.size,
@@ -1641,6 +1644,25 @@ class Plan(NamedTuple):
     why: str = ""
 
 
+class Prices(NamedTuple):
+    "Milliseconds: measured rates where there are some, careful ones where not."
+    prefill: float
+    save: float
+    restore: float
+
+    @classmethod
+    def of(cls, rates: Rates) -> "Prices":
+        return cls(rates.prefill_ms or _DEFAULT_PREFILL_MS,
+                   rates.save_ms or _DEFAULT_MOVE_MS,
+                   rates.restore_ms or _DEFAULT_MOVE_MS)
+
+    def saving(self, n: int) -> float:
+        return _MOVE_FIXED_MS + n * self.save
+
+    def restoring(self, n: int) -> float:
+        return _MOVE_FIXED_MS + n * self.restore
+
+
 def p_return(klass: str, idle_s: float) -> float:
     "Chance that a conversation comes back: halves with every half-life of its class."
     return _P_RETURN.get(klass, 0.8) * 0.5 ** (max(0.0, idle_s)
@@ -1695,7 +1717,12 @@ def _exact(ability: Ability) -> bool:
 
 
 def estimate_ms(rates: Rates, s: Slot) -> Optional[float]:
-    "Time until a busy slot is free, None when it cannot be known yet."
+    """Time until a busy slot is free, None when it cannot be known yet.
+
+    A slot that is only being saved (busy -1) is free in a moment.
+    """
+    if s.busy < 0:
+        return Prices.of(rates).saving(s.size + s.tail)
     if rates.prefill_ms is None or rates.decode_ms is None:
         return None
     expected = rates.reply_tokens or 0
@@ -1718,25 +1745,6 @@ class _Bid(NamedTuple):
     save: bool = False
     donor: int = -1
     snap: int = 0
-
-
-class Prices(NamedTuple):
-    "Milliseconds: measured rates where there are some, careful ones where not."
-    prefill: float
-    save: float
-    restore: float
-
-    @classmethod
-    def of(cls, rates: Rates) -> "Prices":
-        return cls(rates.prefill_ms or _DEFAULT_PREFILL_MS,
-                   rates.save_ms or _DEFAULT_MOVE_MS,
-                   rates.restore_ms or _DEFAULT_MOVE_MS)
-
-    def saving(self, n: int) -> float:
-        return _MOVE_FIXED_MS + n * self.save
-
-    def restoring(self, n: int) -> float:
-        return _MOVE_FIXED_MS + n * self.restore
 
 
 def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
@@ -1921,7 +1929,7 @@ def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _B
             continue
         left = estimate_ms(rates, o.slot)
         gain = (usable(ability, o._replace(slot=o.slot._replace(tail=0)), n)
-                - best.usable) * (rates.prefill_ms or 0)
+                - best.usable) * Prices.of(rates).prefill
         if left is not None and left < min(gain, _WAIT_MS - waited_ms):
             return Plan("wait", o.slot.slot, "resident", why=(
                 f"slot {o.slot.slot} holds {o.match} of {n} tokens and should be free "
@@ -3450,6 +3458,7 @@ class Lease:
         self.cached: Optional[int] = None    # what the engine said it reuses
         self.victim: Optional[tuple] = None  # (Slot, tokens) of what was there before
         self.side = 0                    # tokens computed for it on the side
+        self.ends: list = []             # ... and where those prefills ended
         self.moved = ""                  # "fork" | "shelf" once a restore was proven
         self.flights: list = []          # keys of the heads it computes
 
@@ -3757,10 +3766,12 @@ class Keeper:
     def _ahead(self, text: str, tokens: Tokens, cuts: list) -> int:
         """Tokens up to the last blank line of a long last user message, 0 without one:
         a document with a question under it.  Only where nothing can be rewound."""
+        ability = self.ability()
+        if not ability.files or ability.kind != "append-only":
+            return 0
         users = [i for i, c in enumerate(cuts)
                  if text[c.end:c.end + 12].lstrip().startswith("user")]
-        if not users or not self.ability().files \
-                or self.ability().kind != "append-only":
+        if not users:
             return 0
         first = users[-1]
         end = cuts[first + 1].start if first + 1 < len(cuts) else len(text)
@@ -3986,7 +3997,8 @@ class Keeper:
                 self._learn_locked(lease, timings)
             book.apply(Settled(lease.seat if pinned else -1, lease.ask, lease.request,
                                lease.prompt if pinned else None, timings,
-                               lease.plan.expect, self.edges.clock.now(), lease.side))
+                               lease.plan.expect, self.edges.clock.now(), lease.side,
+                               tuple(lease.ends)))
             if pinned and lease.prompt is not None and not book.slots[lease.seat].size \
                     and slot.size:
                 log.warning("req=%d: the engine counted %d prompt tokens, toki %d; "
@@ -4195,6 +4207,7 @@ class Keeper:
             up.close()
         if timings is not None:
             lease.side += timings.prompt_n
+            lease.ends.append(end)
             with self.lock:
                 self._own += timings.prompt_n + timings.predicted_n
                 self.book.apply(Computed(timings.prompt_n))
@@ -6414,6 +6427,9 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
     facts = model_facts(edges, model)
     port, slots = edges.net.free_port(), max(1, config.slots)
     ctx = pick_context(facts, config.ctx, slots, available_memory(edges))
+    edges.disk.remove(where.shelf)       # a rig starts cold
+    for suffix in ("", "-wal", "-shm"):
+        edges.disk.remove(where.file("shelf.db" + suffix))
     key_file = where.file("bench.key")
     edges.disk.write(key_file, b"bench\n")
     swa_full = facts.kind == "window" and not default_flags
