@@ -3399,6 +3399,7 @@ class ShelfRoom(Case):
                     t.join(20)
                 self.assertEqual(len(out), 3)
                 self.until(lambda: not d.keeper.open_count())
+                self.assertFalse(d.keeper.book.flights)
                 computed = fake.counters["prompt_tokens_total"] - before
                 self.assertLess(computed, size + 300)
                 self.assertEqual({r["cache"]["source"] for r in out}
@@ -3476,6 +3477,25 @@ class ShelfRoom(Case):
         oracle, computed = self.agents(fake, c, 3, 2)
         self.assertEqual(d.keeper.book.counters.failed, 0)
         self.assertEqual(d.keeper.book.snaps, {})
+
+    def test_a_prefill_on_the_side_that_is_refused_costs_nothing(self):
+        fake, d, c = self.rig()
+        fake.inject(lambda path, body: (500, {"error": {"message": "no"}})
+                    if path == "/completion" else None)
+        self.agents(fake, c, 2, 2)
+        self.assertEqual(d.keeper.book.counters.failed, 0)
+        self.assertFalse(d.keeper.book.flights)
+
+    def test_restores_that_do_not_count_switch_the_shelf_off(self):
+        "F-44: the engine says 200 and computes everything all the same."
+        fake, d, c = self.rig("window", window=64)
+        d.keeper.engine.swa_full = True          # toki believes in the full window
+        d.keeper.engine.info = d.keeper.engine.info._replace(kind="rewindable")
+        self.agents(fake, c, 4, 3, head=900)
+        self.assertIn("computes them anew", d.keeper.shelf.trouble)
+        restores = d.keeper.book.counters.restores
+        self.agents(fake, c, 4, 2, head=901)
+        self.assertEqual(d.keeper.book.counters.restores, restores)
 
     def test_a_budget_smaller_than_a_snapshot(self):
         fake, d, c = self.rig(shelf_gb=0.000001)

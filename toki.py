@@ -3461,6 +3461,7 @@ class Lease:
         self.ends: list = []             # ... and where those prefills ended
         self.moved = ""                  # "fork" | "shelf" once a restore was proven
         self.flights: list = []          # keys of the heads it computes
+        self.pinned = 0                  # snapshot kept from eviction for it
 
     @property
     def slot(self) -> Optional[int]:
@@ -3516,6 +3517,7 @@ class Keeper:
         self.hopeless = False            # it failed again and again: do not wait for it
         self.foreign = False             # somebody else uses the attached engine
         self.foreign_seen = 0.0
+        self._useless = 0                # restores in a row that did not count
         self.phantom = threading.Event() # a hit failed: look for foreign traffic now
         self._base: Optional[float] = None   # engine counters when all was quiet
         self._own = 0                    # tokens we caused since
@@ -3962,6 +3964,7 @@ class Keeper:
             book.slots[plan.donor] = book.slots[plan.donor]._replace(busy=ticket.ask)
         if plan.snap and self.shelf is not None:
             self.shelf.pin(plan.snap)
+            ticket.lease.pinned = plan.snap
         for end in (*plan.heads, plan.turn):
             if prompt is not None and end >= BLOCK:
                 key = prompt.hashes[end // BLOCK - 1]
@@ -4009,10 +4012,21 @@ class Keeper:
             if ours and not pinned:
                 self._free_seat_locked(lease)
             self._own += timings.prompt_n + timings.predicted_n
-            self._land_locked(lease)
+            self._judge_restore_locked(lease, timings)
             if book.counters.phantom_hits > before and not self.managed:
                 self.phantom.set()
             self._end_locked(lease)
+
+    def _judge_restore_locked(self, lease: Lease, timings: Timings) -> None:
+        "A restore that succeeds and is then thrown away, twice: the shelf goes off."
+        if not lease.moved or self.shelf is None or lease.plan.expect < BLOCK:
+            return
+        useless = timings.cache_n - lease.side < lease.plan.expect // 2
+        self._useless = self._useless + 1 if useless else 0
+        if self._useless >= 2 and not self.shelf.trouble:
+            self.shelf.trouble = ("this engine restores slots and then computes them "
+                                  "anew: nothing is saved or restored any more")
+            log.warning("%s", self.shelf.trouble)
 
     def _learn_locked(self, lease: Lease, timings: Timings) -> None:
         "A hit that fell short may show another kind of memory than was believed."
@@ -4049,7 +4063,13 @@ class Keeper:
         steps = [("head", end) for end in plan.heads] + [("turn", plan.turn)]
         for sort, end in steps:
             if end:
-                self._prefill(lease, end, tick)
+                try:
+                    self._prefill(lease, end, tick)
+                except EngineGone:
+                    raise
+                except TokiError as error:   # the ask itself computes it then
+                    log.warning("a head could not be prefilled: %s", error.message)
+                    return
                 self._save(lease.seat, sort, lease.prompt.tokens[:end], end, lease.seat)
                 with self.lock:          # those who wait for it may go on
                     self._land_locked(lease, 1)
@@ -4111,6 +4131,7 @@ class Keeper:
                 snap_id = self._save(donor, "context", tokens, s.size + s.tail, donor)
             if snap_id:
                 self.shelf.pin(snap_id)
+                lease.pinned = snap_id
                 self._count("forks")
         finally:
             with self.lock:
@@ -4140,6 +4161,7 @@ class Keeper:
                     wrong = error.message
         finally:
             self.shelf.unpin(snap_id)
+            lease.pinned = 0
         if wrong:
             log.warning("a snapshot was refused (%s); dropped, the prompt is computed",
                         wrong)
@@ -4208,6 +4230,7 @@ class Keeper:
         if timings is not None:
             lease.side += timings.prompt_n
             lease.ends.append(end)
+            lease.cached = end           # so much is there for the ask itself
             with self.lock:
                 self._own += timings.prompt_n + timings.predicted_n
                 self.book.apply(Computed(timings.prompt_n))
@@ -4253,6 +4276,13 @@ class Keeper:
     def _end_locked(self, lease: Lease) -> None:
         self.ended += 1
         self._land_locked(lease)
+        donor = lease.plan.donor
+        if donor >= 0 and lease.life == self.book.life \
+                and self.book.slots[donor].busy == lease.ask:
+            self.book.slots[donor] = self.book.slots[donor]._replace(busy=0)
+        if lease.pinned and self.shelf is not None:
+            self.shelf.unpin(lease.pinned)
+            lease.pinned = 0
         self._ended_at = self.edges.clock.now()
         self._leave_locked(lease.request)
         self._grant_locked()
