@@ -1365,6 +1365,9 @@ class Rates:
                 "reply_tokens": self.reply_tokens}
 
 
+_COUNTED_AS = {"hit": "hits", "soft_hit": "soft_hits", "miss": "misses"}
+
+
 def verdict(proven: int) -> str:
     "hit, soft_hit or miss, by the engine's own count."
     return "hit" if proven >= MIN_REUSE_FOR_HIT else "soft_hit" if proven else "miss"
@@ -1443,8 +1446,8 @@ class Book:
         c.expected_tokens += e.expected
         c.generated_tokens += t.predicted_n
         c.raw_asks += e.request.raw
-        setattr(c, verdict(proven) + ("es" if verdict(proven) == "miss" else "s"),
-                getattr(c, verdict(proven) + ("es" if proven == 0 else "s")) + 1)
+        kind = _COUNTED_AS[verdict(proven)]
+        setattr(c, kind, getattr(c, kind) + 1)
         c.phantom_hits += proven <= e.expected - BLOCK
         c.windfalls += proven >= e.expected + BLOCK
         self.rates.learn(t)
@@ -4968,8 +4971,11 @@ class _Reply:
 class _PlainReply(_Reply):
     "Assembles the stream of the engine into the reply the client asked for."
 
+    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
+        super().__init__(gateway, x, request)
+        self.parts: list = []            # the replies of the single asks
+
     def start(self, lease: Lease, many: int) -> None:
-        self.parts = getattr(self, "parts", [])
         self.assembler = Assembler(self.request.route)
         self.splitter = EventSplitter()
         self.many = many
