@@ -6180,10 +6180,10 @@ _CHECK_TEXT = (
 
 
 def self_check(record: dict, edges: Edges) -> list:
-    "Two asks with one beginning; the lines that say what the second one reused."
-    results = []
+    "Two asks with one new beginning; the lines that say what the second one reused."
+    results, mark = [], secrets.token_hex(4)     # new, or the shelf would know it
     for question in ("May I renew a film?", "When does the library open on Saturdays?"):
-        body = {"messages": [{"role": "system", "content": _CHECK_TEXT * 3},
+        body = {"messages": [{"role": "system", "content": mark + _CHECK_TEXT * 3},
                              {"role": "user", "content": question}],
                 "max_tokens": 8, "temperature": 0,
                 "prompt_cache_key": "toki-self-check"}
