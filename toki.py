@@ -1242,7 +1242,6 @@ class Restored(NamedTuple):
     "A snapshot was moved into a slot; its own ask still runs there."
     slot: int
     id: int
-    prompt: Prompt
 
 
 class Emptied(NamedTuple):
@@ -2303,12 +2302,6 @@ class Disk:
             path = os.path.dirname(path)
         return shutil.disk_usage(path).free
 
-    def tree_bytes(self, path: str) -> int:
-        "Bytes of all files below a folder."
-        return sum(os.path.getsize(os.path.join(base, f))
-                   for base, _, files in os.walk(path) for f in files
-                   if not os.path.islink(os.path.join(base, f)))
-
     def database(self, path: str) -> sqlite3.Connection:
         "An owner-only SQLite file in WAL mode."
         self.folder(os.path.dirname(path))
@@ -2696,9 +2689,6 @@ class Upstream:
         elif r.length is not None:
             self._left = r.length
         return r.status
-
-    def content_type(self) -> str:
-        return self._response.getheader("Content-Type") or ""
 
     def read(self) -> bytes:
         """The next bytes of the body, b"" at its end.  Blocks until there are some.
@@ -4179,7 +4169,7 @@ class Keeper:
             book = self.book
             if snap_id in book.snaps:
                 book.snaps[snap_id] = book.snaps[snap_id]._replace(verified=True)
-                book.apply(Restored(lease.seat, snap_id, lease.prompt))
+                book.apply(Restored(lease.seat, snap_id))
             book.rates.moved("restore", snap.held, ms)
             c = book.counters
             c.restores, c.restored_bytes = c.restores + 1, \
@@ -4673,7 +4663,7 @@ class Exchange:
         h.end_headers()
 
     def write(self, data: bytes) -> None:
-        "Whole events, in one write; ClientError-like OSError when nobody takes them."
+        "Whole events, in one write; OSError when nobody takes them."
         if data:
             self._h.wfile.write(b"%x\r\n%s\r\n" % (len(data), data)
                                 if self._chunked else data)
