@@ -458,12 +458,13 @@ class PrefixTrie:
                 del self._nodes[h]
 
     def match(self, tokens: Tokens, hashes: Optional[list] = None,
-              limit: int = 16) -> list:
+              limit: int = 16, crowd: int = 64) -> list:
         """The holders that share the longest prefixes, longest first.
 
         At most about `limit`: the walk climbs from the deepest common node and stops
-        at the first level that has brought enough, so the cost does not grow with the
-        number of holders.  `[]` when nothing is held.
+        at the first level that has brought enough; of a crowd in one node, only the
+        newest `limit + crowd` are compared, so the cost does not grow with the number
+        of holders.  `[]` when nothing is held.
         """
         hashes = self.hashes(tokens) if hashes is None else hashes
         path = [self.seed]
@@ -477,7 +478,7 @@ class PrefixTrie:
                 if holder not in found:
                     held = self._held[holder][0]
                     found[holder] = common_prefix(tokens, held, depth * self.block)
-                    if len(found) >= 64 + limit:
+                    if len(found) >= limit + crowd:
                         break
             if len(found) >= limit:
                 break
@@ -557,6 +558,7 @@ class TextMemory:
 
     STEP = 256               # code points in a hashed block of text
     _SEED = b"text"
+    _CROWD = 8               # a shortcut need not be the very longest
 
     def __init__(self, budget: int):
         self.budget, self.used = budget, 0
@@ -572,7 +574,7 @@ class TextMemory:
 
     def shortcut(self, t: Text) -> Optional[Shortcut]:
         "What is known of a text, cut at the last control token of the common part."
-        for match in self._trie.match(t.points, t.hashes, limit=1)[:1]:
+        for match in self._trie.match(t.points, t.hashes, 1, self._CROWD)[:1]:
             tokens, cuts, _, hashes = self._known[match.holder]
             # The control token must lie wholly in the common text: "<|im_" alone
             # may go on as something else.
@@ -586,7 +588,7 @@ class TextMemory:
 
     def remember(self, t: Text, tokens: Tokens, cuts: list, hashes: list) -> None:
         "Keep a prompt; one that it merely extends is replaced by it."
-        for match in self._trie.match(t.points, t.hashes, limit=1)[:1]:
+        for match in self._trie.match(t.points, t.hashes, 1, self._CROWD)[:1]:
             if match.length == match.size:
                 self._forget(match.holder)
         self._last += 1
@@ -1161,6 +1163,7 @@ class Prompt(NamedTuple):
     starts: tuple = ()       # token index of each message's first token
     users: tuple = ()        # ... of each user message
     ahead: int = 0           # tokens up to the last blank line of a long last message
+    text: Any = None         # (Text, cuts): to be remembered once the ask is on its way
 
 
 class Slot(NamedTuple):
@@ -1380,7 +1383,8 @@ class Book:
     """
 
     def __init__(self, seed: bytes = b"toki", budget: int = 4 << 20):
-        self.trie = PrefixTrie(seed)
+        self.trie = PrefixTrie(seed)         # of slots and snapshots
+        self.past = PrefixTrie(seed)         # of known prompts, by ask
         self.life = 0
         self.slots: list = []
         self.counters = Counters()
@@ -1425,7 +1429,7 @@ class Book:
         if cut > BLOCK and old.conversation != e.request.conversation:
             self.counters.cut_tokens += cut if old.klass != "oneshot" else 0
             for ask, known in reversed(self.known.items()):
-                match = self.trie.tokens(("known", ask))
+                match = self.past.tokens(ask)
                 if len(match) == old.size and self.trie.tokens(
                         (self.life, old.slot)) == match:
                     self.known[ask] = known._replace(gamble=e.gamble)
@@ -1523,11 +1527,11 @@ class Book:
         "Keep the prompt itself; what it merely extends is replaced by it."
         prompt = e.prompt
         vector = None
-        for m in self.trie.match(prompt.tokens, prompt.hashes, limit=8):
-            if m.holder[0] == "known" and m.length == m.size:
-                vector = vector or self.known[m.holder[1]].vector
-                self.forget(m.holder[1])
-        self.trie.insert(("known", e.ask), prompt.tokens, prompt.hashes)
+        for m in self.past.match(prompt.tokens, prompt.hashes, 8, 0):
+            if m.length == m.size:
+                vector = vector or self.known[m.holder].vector
+                self.forget(m.holder)
+        self.past.insert(e.ask, prompt.tokens, prompt.hashes)
         self.known[e.ask] = Known(e.ask, e.at, vector, False)
         self.known_bytes += self._weight(prompt.tokens)
         while self.known_bytes > self.budget and len(self.known) > 1:
@@ -1539,15 +1543,15 @@ class Book:
         return 4 * len(tokens) + _NODE_BYTES * (len(tokens) // BLOCK) + 3000
 
     def forget(self, ask: int) -> None:
-        self.known_bytes -= self._weight(self.trie.tokens(("known", ask)))
-        self.trie.drop(("known", ask))
+        self.known_bytes -= self._weight(self.past.tokens(ask))
+        self.past.drop(ask)
         del self.known[ask]
 
     def returning(self, prompt: Prompt) -> Optional[Known]:
         "The longest known prompt that this ask goes on from, if any."
-        for m in self.trie.match(prompt.tokens, prompt.hashes, limit=8):
-            if m.holder[0] == "known" and m.length >= m.size - BLOCK:
-                return self.known[m.holder[1]]
+        for m in self.past.match(prompt.tokens, prompt.hashes, 8, 0):
+            if m.length >= m.size - BLOCK:
+                return self.known[m.holder]
         return None
 
     def set_vector(self, ask: int, vector: list) -> None:
@@ -1557,8 +1561,7 @@ class Book:
 
     def candidates(self, skip: int = 0) -> list:
         "Known prompts that have a vector, for `nearest`."
-        return [Candidate(k.ask, len(self.trie.tokens(("known", k.ask))),
-                          -k.at, k.vector)
+        return [Candidate(k.ask, len(self.past.tokens(k.ask)), -k.at, k.vector)
                 for k in self.known.values() if k.vector is not None and k.ask != skip]
 
     # ---- what DECIDE reads ------------------------------------------------
@@ -3816,10 +3819,15 @@ class Keeper:
                                    self.engine.learn_controls(known.rest))]
         prompt = self._prompt(tokens, cuts, text,
                               known.hashes if known is not None and checked else ())
-        prompt = prompt._replace(ahead=self._ahead(text, tokens, cuts))
-        with self.lock:
-            self.texts.remember(seen, tokens, cuts, prompt.hashes)
-        return prompt
+        return prompt._replace(ahead=self._ahead(text, tokens, cuts),
+                               text=(seen, cuts))
+
+    def remember(self, prompt: Optional[Prompt]) -> None:
+        "Keep the text of a prompt; done while the engine computes it."
+        if prompt is not None and prompt.text is not None:
+            with self.lock:
+                self.texts.remember(prompt.text[0], prompt.tokens, prompt.text[1],
+                                    prompt.hashes)
 
     def _check_shortcut(self, text: str, tokens: Tokens) -> Tokens:
         full = array("I", self.engine.tokenize(text, True))
@@ -3938,7 +3946,7 @@ class Keeper:
         if prompt is not None and plan.slot >= 0:
             known = book.returning(prompt)
             if known and known.gamble and plan.expect < len(
-                    book.trie.tokens(("known", known.ask))) - BLOCK:
+                    book.past.tokens(known.ask)) - BLOCK:
                 book.counters.gambles_lost += 1
         pinned_prompt = prompt if plan.slot >= 0 else None
         holder, victim = (book.life, seat), book.slots[seat]
@@ -4349,7 +4357,7 @@ class Keeper:
             clause = ""
             if found:
                 candidate, score = found
-                other = self.book.trie.tokens(("known", candidate.name))
+                other = self.book.past.tokens(candidate.name)
                 at = common_prefix(prompt.tokens, other)
                 clause = (f"{score * 100:.0f} % like ask {candidate.name}, differs "
                           f"from token {at}")
@@ -5337,6 +5345,7 @@ class Gateway:
             keeper.prepare_slot(lease, reply.tick)
             up = keeper.engine.open(_PATHS[ask.route],
                                     engine_json(ask, core, lease.slot))
+            keeper.remember(lease.prompt)
             note = keeper.name_difference(
                 lease, lambda: core.decode("utf-8", "replace"))
             if note:
@@ -6258,7 +6267,7 @@ def status_text(state: dict) -> str:
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
 #    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
-#    front_rig, Asker, Oracle, prose, computed, resident_bytes.
+#    stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
 #
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
 #    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
@@ -6341,11 +6350,12 @@ class Oracle:
 
 
 class Rig(NamedTuple):
-    "One engine, asked directly or through a daemon in this process."
+    "One engine, asked directly or through a daemon."
     engine: Engine           # the engine itself, for counters and tokens
     front: Engine            # where clients ask
     close: Callable[[], None]
-    daemon: Optional[Daemon] = None
+    daemon: Optional[Daemon] = None      # when it runs in this process
+    pid: int = 0                         # when it runs in one of its own
 
 
 def computed(engine: Engine) -> float:
@@ -6504,6 +6514,32 @@ def front_rig(engine: Engine, where: Places, edges: Edges, config: Config,
         daemon.close()
         then()
     return Rig(engine, Engine(daemon.url(), "", edges), close, daemon)
+
+
+def stack_rig(binary: str, model: str, edges: Edges, where: Places,
+              config: Config) -> Rig:
+    "Engine and daemon in processes of their own, as people run them."
+    edges.disk.remove(where.state)
+    port = edges.net.free_port()
+    argv = [sys.executable, os.path.abspath(__file__), "serve", "--log-file",
+            "--engine-bin", binary, "--model", model, "--state-dir", where.state,
+            "--port", str(port)]
+    for name in ("ctx", "slots", "threads", "engine_args"):
+        if getattr(config, name):
+            argv += ["--" + name.replace("_", "-") + "=" + str(getattr(config, name))]
+    with edges.disk.append_handle(where.file("logs", "bench.log")) as out:
+        process = edges.proc.spawn(argv, stdout=out)
+    front = Engine(f"http://127.0.0.1:{port}", "", edges)
+    while not front.healthy():
+        if process.poll() is not None:
+            raise EngineGone("the daemon to be measured ended",
+                             f"see {where.file('logs')}")
+        edges.clock.sleep(0.1)
+    record = running_daemon(where, edges) or {}
+    key = edges.disk.read_text(where.file("engine.key")).strip()
+    engine = Engine(record["engine"], key, edges, model_facts(edges, model))
+    engine.probe()
+    return Rig(engine, front, lambda: edges.proc.stop(process, 20), pid=process.pid)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -7127,10 +7163,9 @@ def _bench_overhead(c: Context, where: Places, binary: str, model: str) -> dict:
     sizes = [int(s) for s in c.ns.sizes.split(",")]
     sizes = [s for s in sizes if s + 256 <= (facts.n_ctx_train or 8192)]
     ctx = max(sizes) + 1024 if sizes else 2048
-    rig = start_rig(binary, model, c.edges, where, toki=True,
-                    config=c.config.but(ctx=min(ctx, facts.n_ctx_train or ctx)))
+    rig = stack_rig(binary, model, c.edges, Places(where.file("stack"), ""),
+                    c.config.but(ctx=min(ctx, facts.n_ctx_train or ctx)))
     try:
-        rig.engine.probe()
         for size in sizes:
             row = overhead_row(rig, size)
             out["first_token"].append(row)
@@ -7159,25 +7194,13 @@ def _bench_overhead(c: Context, where: Places, binary: str, model: str) -> dict:
 
 def _bench_memory(c: Context, where: Places, binary: str, model: str) -> dict:
     "A daemon in a process of its own, asked many times."
-    rig = start_rig(binary, model, c.edges, where, toki=False,
-                    config=c.config.but(ctx=4096))
-    port = c.edges.net.free_port()
-    env = dict(c.edges.proc.environment(), TOKI_ENGINE_KEY=rig.engine.key)
-    with c.edges.disk.append_handle(where.file("logs", "bench.log")) as out:
-        daemon = c.edges.proc.spawn(
-            [sys.executable, os.path.abspath(__file__), "serve", "--engine",
-             rig.engine.url, "--port", str(port), "--state-dir", where.file("memory")],
-            stdout=out, env=env)
-        try:
-            front = Engine(f"http://127.0.0.1:{port}", "", c.edges)
-            while not front.healthy():
-                c.edges.clock.sleep(0.1)
-            row = many_asks(rig._replace(front=front), c.ns.asks)
-            row["resident_bytes"] = resident_bytes(daemon.pid, c.edges)
-            return row
-        finally:
-            c.edges.proc.stop(daemon, 5)
-            rig.close()
+    rig = stack_rig(binary, model, c.edges, Places(where.file("stack"), ""),
+                    c.config.but(ctx=4096))
+    try:
+        return dict(many_asks(rig, c.ns.asks),
+                    resident_bytes=resident_bytes(rig.pid, c.edges))
+    finally:
+        rig.close()
 
 
 def _bench_texts(c: Context, where: Places, binary: str, model: str) -> dict:
