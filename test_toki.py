@@ -3674,7 +3674,7 @@ class KeeperRoom(Case):
         for n in range(3):
             history += [c.chat(history, 4)["choices"][0]["message"],
                         {"role": "user", "content": "more"}]
-        self.assertFalse(d.keeper.shortcut_on)
+        self.assertFalse(d.keeper.prompter.shortcut_on)
         self.assertEqual(c.chat(history)["cache"]["kind"], "hit")
 
     def test_one_request_a_slot_and_no_engine_queue(self):

@@ -31,14 +31,16 @@ values out), the rest touches the world, and only through the doors of EDGES.
     13 ENGINE    one llama-server: talk, probe, start, watch, stop
     14 LEDGER    one line for each ask, kept in SQLite, never any prompt text
     15 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    16 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    17 HTTP      framing, limits, deadlines: a server made of http.server
-    18 GATEWAY   routes: bytes in and out, never decides
-    19 INSTALL   get an engine and a starter model
-    20 STACK     up, down, status: engine and daemon as one thing
-    21 BENCH     toki's own cost, soak, and the everyday situations
-    22 DOCTOR    is everything fit, and if not, what to do
-    23 COMMANDS  one function per subcommand, then main
+    16 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    17 MOVES     state from slot to shelf and back, under a lease
+    18 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    19 HTTP      framing, limits, deadlines: a server made of http.server
+    20 GATEWAY   routes: bytes in and out, never decides
+    21 INSTALL   get an engine and a starter model
+    22 STACK     up, down, status: engine and daemon as one thing
+    23 BENCH     toki's own cost, soak, and the everyday situations
+    24 DOCTOR    is everything fit, and if not, what to do
+    25 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -228,6 +230,10 @@ def _natural(text: Any) -> int:
     return int(text)
 
 
+def _auto(text: Any) -> str:
+    return "auto" if str(text).strip() == "auto" else str(_natural(text))
+
+
 def _seconds(text: Any) -> float:
     value = float(text)
     if not 0 <= value < 1e9:
@@ -269,6 +275,10 @@ SETTINGS = (
     Setting("shelf", True, _switch, "save and restore slots: forks, more contexts than "
             "slots, life after a restart"),
     Setting("shelf_gb", 20.0, _seconds, "disk that snapshots may use, in GiB"),
+    Setting("shelf_write_gb", 200.0, _seconds, "snapshots written a day, in GiB; after "
+            "that only named ones are; 0: no limit"),
+    Setting("pool", "auto", _auto, "slots in which the hottest beginnings stay; auto: "
+            "one of three, 0: none"),
     Setting("embed_engine", "", str, "address of a llama-server for embeddings"),
     Setting("strict_models", False, _switch, "404 for model names that are not served"),
     Setting("max_body_mb", 64, _natural, "largest request body, decoded, in MiB"),
@@ -456,6 +466,10 @@ class PrefixTrie:
             del node[holder]
             if not node:
                 del self._nodes[h]
+
+    def holders(self, block_hash: bytes) -> list:
+        "Who holds this block (and so everything before it)."
+        return list(self._nodes.get(block_hash, ()))
 
     def match(self, tokens: Tokens, hashes: Optional[list] = None,
               limit: int = 16, crowd: int = 64) -> list:
@@ -1153,6 +1167,7 @@ def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> byte
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
+_HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
 
 
@@ -1204,6 +1219,13 @@ class Snap(NamedTuple):
     verified: bool = True    # its digest was checked in this life of toki
 
 
+class Hot(NamedTuple):
+    "A stable head (system prompt and tools) and what reusing it has saved so far."
+    size: int                # tokens
+    uses: int = 0
+    saved: int = 0           # tokens of it that the engine did not compute again
+
+
 class Known(NamedTuple):
     "A prompt seen before; `vector` only where an embedding was needed."
     ask: int
@@ -1219,6 +1241,7 @@ class Option(NamedTuple):
     own: bool                # the ask goes on behind its prompt, or is named alike
     inside: bool             # the ask leaves it within a long message (a document)
     idle_s: float
+    pooled: int = 0          # tokens of a hot prefix that stay resident here
 
 
 class Dispatched(NamedTuple):
@@ -1327,6 +1350,9 @@ class Counters:
     def __init__(self) -> None:
         self.__dict__.update(dict.fromkeys(self.NAMES, 0))
 
+    def add(self, name: str, by: int = 1) -> None:
+        setattr(self, name, getattr(self, name) + by)
+
     def as_dict(self) -> dict:
         return {name: getattr(self, name) for name in self.NAMES}
 
@@ -1391,7 +1417,8 @@ class Book:
         self.rates = Rates()
         self.known: OrderedDict = OrderedDict()       # ask -> Known
         self.snaps: dict = {}                         # id -> Snap
-        self.flights: dict = {}      # last block hash of a head -> ask computing it
+        self.flights: dict = {}      # hash of a block in a head -> ask computing it
+        self.hot: OrderedDict = OrderedDict()    # last block hash of a head -> Hot
         self.budget, self.known_bytes = budget, 0
 
     # ---- events -----------------------------------------------------------
@@ -1450,7 +1477,7 @@ class Book:
         c.generated_tokens += t.predicted_n
         c.raw_asks += e.request.raw
         kind = _COUNTED_AS[verdict(proven)]
-        setattr(c, kind, getattr(c, kind) + 1)
+        c.add(kind)
         c.phantom_hits += proven <= e.expected - BLOCK
         c.windfalls += proven >= e.expected + BLOCK
         self.rates.learn(t)
@@ -1470,6 +1497,7 @@ class Book:
             made |= {end - 4 for end in e.ends}
             marks = tuple(sorted(m for m in {*marks, *made} if m > 0))[-_MARKS:]
             self._remember(e)
+            self._warm_up(e.prompt, proven)
         self.slots[e.slot] = s._replace(
             busy=0, used_at=e.at, tail=max(0, t.predicted_n - 1), ready=s.size,
             marks=marks)
@@ -1522,6 +1550,34 @@ class Book:
                 for m in self.trie.match(prompt.tokens, prompt.hashes, limit=24)
                 if m.holder[0] == "snap"]
 
+    # ---- the pool ----------------------------------------------------------
+    def _warm_up(self, prompt: Prompt, proven: int) -> None:
+        "Count one more use of a prompt's stable head."
+        end = prompt.users[0] if prompt.users else 0
+        if end < 2 * BLOCK:
+            return
+        key = prompt.hashes[end // BLOCK - 1]
+        hot = self.hot.pop(key, Hot(end))
+        self.hot[key] = hot._replace(uses=hot.uses + 1,
+                                     saved=hot.saved + min(proven, end))
+        if len(self.hot) > _HOT_HEADS:
+            del self.hot[min(self.hot, key=lambda k: self.hot[k].uses
+                             * self.hot[k].saved)]
+
+    def pool(self, n: int) -> dict:
+        """{slot: tokens}: where the `n` hottest prefixes, by uses x proven saving, are
+        to stay.  A head that was used once or twice is not hot yet."""
+        hot = sorted(((h.uses * h.saved, k) for k, h in self.hot.items()
+                      if h.uses > 2 and h.saved), reverse=True)[:n]
+        found: dict = {}
+        for _, key in hot:
+            slots = [self.slots[h[1]] for h in self.trie.holders(key)
+                     if h[0] == self.life]
+            if slots:
+                best = max(slots, key=lambda s: (s.used_at, s.slot))
+                found[best.slot] = self.hot[key].size // BLOCK * BLOCK
+        return found
+
     # ---- known prompts ----------------------------------------------------
     def _remember(self, e: Settled) -> None:
         "Keep the prompt itself; what it merely extends is replaced by it."
@@ -1554,6 +1610,11 @@ class Book:
                 return self.known[m.holder]
         return None
 
+    def branch_point(self, prompt: Prompt) -> int:
+        "Tokens that this prompt shares with the known one most like it."
+        found = self.past.match(prompt.tokens, prompt.hashes, 1)
+        return found[0].length if found else 0
+
     def set_vector(self, ask: int, vector: list) -> None:
         if ask in self.known:
             kind = "q" if all(isinstance(x, int) for x in vector) else "d"
@@ -1565,8 +1626,10 @@ class Book:
                 for k in self.known.values() if k.vector is not None and k.ask != skip]
 
     # ---- what DECIDE reads ------------------------------------------------
-    def options(self, request: Request, prompt: Optional[Prompt], now: float) -> list:
-        "Every slot, with what the ask shares with it."
+    def options(self, request: Request, prompt: Optional[Prompt], now: float,
+                pool: int = 0) -> list:
+        "Every slot, with what the ask shares with it; `pool` of them are to stay."
+        pooled = self.pool(pool) if pool else {}
         lengths: dict = {}
         if prompt is not None:
             for m in self.trie.match(prompt.tokens, prompt.hashes,
@@ -1584,7 +1647,8 @@ class Book:
             both_named = s.named and request.named
             own = same if both_named or s.opaque else goes_on
             out.append(Option(s, match, own, prompt is not None
-                              and _leaves_inside(prompt, match), now - s.used_at))
+                              and _leaves_inside(prompt, match), now - s.used_at,
+                              pooled.get(s.slot, 0)))
         return out
 
 
@@ -1605,8 +1669,8 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 # ============================================================================
 # 9. DECIDE - which slot, what is destroyed, and why.
 #    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
-#    usable_snap, incomplete, estimate_ms, p_return, learn_kind.  pure and total:
-#    always a plan, always a why.
+#    usable_snap, must_extend, incomplete, estimate_ms, p_return, learn_kind,
+#    pool_size, SLICE.  pure and total: always a plan, always a why.
 # ============================================================================
 _HALF_LIFE_S = {"agent": 1800.0, "chat": 900.0, "oneshot": 60.0, "": 1.0}
 _P_RETURN = {"agent": 0.95, "chat": 0.8, "oneshot": 0.02, "": 0.0}
@@ -1617,6 +1681,7 @@ _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
 _DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
 _MOVE_FIXED_MS = 3.0         # ... and for the call itself
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
+SLICE = 512                  # tokens after which a leader looks who waits for it
 
 
 class Ability(NamedTuple):
@@ -1647,6 +1712,8 @@ class Plan(NamedTuple):
     heads: tuple = ()        # lengths to prefill and save before the ask itself
     turn: int = 0            # save after this many tokens of the prompt
     why: str = ""
+    cost_ms: float = 0.0     # estimate of prefill and moves
+    other_ms: float = 0.0    # ... of the best alternative
 
 
 class Prices(NamedTuple):
@@ -1666,6 +1733,12 @@ class Prices(NamedTuple):
 
     def restoring(self, n: int) -> float:
         return _MOVE_FIXED_MS + n * self.restore
+
+
+def pool_size(setting: str, n_slots: int) -> int:
+    "How many slots keep a hot prefix: one of three when nobody said a number."
+    wanted = n_slots // 3 if setting == "auto" else int(setting)
+    return max(0, min(wanted, n_slots - 1))
 
 
 def p_return(klass: str, idle_s: float) -> float:
@@ -1716,7 +1789,7 @@ def usable_snap(ability: Ability, snap: Snap, match: int, n: int) -> int:
     return match if ability.kind == "rewindable" else 0
 
 
-def _exact(ability: Ability) -> bool:
+def must_extend(ability: Ability) -> bool:
     "Must an ask extend all of a snapshot, to the token?"
     return ability.full_window or ability.kind == "append-only"
 
@@ -1750,6 +1823,14 @@ class _Bid(NamedTuple):
     save: bool = False
     donor: int = -1
     snap: int = 0
+    own_ms: float = 0.0      # of `cost_ms`, what this ask itself takes
+
+    @property
+    def displaces(self) -> bool:
+        "Would it overwrite a prefix of the pool that it does not itself go on from?"
+        stays = 0 if self.donor >= 0 or self.snap else \
+            max(self.usable, self.option.match)
+        return self.option.pooled > stays
 
 
 def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
@@ -1761,7 +1842,7 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
     if o.slot.opaque or not lost:
         return p * held, False, 0
     unshelved = lost if o.slot.shelved < o.slot.size else o.slot.tail
-    if not ability.files or _exact(ability):
+    if not ability.files or must_extend(ability):
         # A turn snapshot taken in time serves there always; a context snapshot holds
         # the reply too, and serves when the reply comes back token for token.
         unshelved = max(0, o.slot.size - max(o.slot.shelved, kept)) + o.slot.tail
@@ -1789,14 +1870,14 @@ def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
         return _Bid(o, keep, 0, False, 0.0)      # its pictures are there already
     todo = (n - keep) * prices.prefill
     if o.own and not request.raw:
-        return _Bid(o, keep, 0, False, todo)
+        return _Bid(o, keep, 0, False, todo, own_ms=todo)
     p = p_return(o.slot.klass, o.idle_s)
     lost_ms, save, lost = _victim(ability, o, stays, prices)
     gamble = o.inside and gambling and keep > 0 and not o.slot.named
     if gamble:
         lost_ms, save, lost = lost_ms * 0.1 * p, False, 0
     cut = lost if lost > BLOCK // 4 and p > _WORTHLESS else 0
-    return _Bid(o, keep, cut, gamble, todo + lost_ms, save)
+    return _Bid(o, keep, cut, gamble, todo + lost_ms, save, own_ms=todo)
 
 
 def _moving_bids(ability: Ability, request: Request, n: int,
@@ -1826,14 +1907,16 @@ def _moving_bids(ability: Ability, request: Request, n: int,
                 lost_ms, save, lost = 0.0, False, 0
             p = p_return(o.slot.klass, o.idle_s)
             cut = lost if lost > BLOCK // 4 and p > _WORTHLESS else 0
-            bids.append(_Bid(o, keep, cut, False, (n - keep) * prices.prefill + ms
-                             + lost_ms, save, donor, snap_id))
+            todo = (n - keep) * prices.prefill + ms
+            bids.append(_Bid(o, keep, cut, False, todo + lost_ms, save, donor, snap_id,
+                             todo))
     return bids
 
 
 def _best_idle(bids: list) -> _Bid:
-    """Who cuts no living conversation goes first; then the price; then the emptier,
-    then the longest idle slot."""
+    """Who leaves the pool alone goes first, then who cuts no living conversation; then
+    the price; then the emptier, then the longest idle slot."""
+    bids = [b for b in bids if not b.displaces] or bids
     harmless = [b for b in bids if not b.cut] or bids
     return min(harmless, key=lambda b: (b.cost_ms, b.option.slot.size,
                                         b.option.slot.used_at, b.option.slot.slot))
@@ -1842,11 +1925,12 @@ def _best_idle(bids: list) -> _Bid:
 def decide(request: Request, n: int, options: Sequence[Option], ability: Ability,
            rates: Rates, counters: Counters, waited_ms: float = 0,
            snaps: Sequence[tuple] = (), prompt: Optional[Prompt] = None,
-           flights: Optional[dict] = None) -> Plan:
+           flights: Optional[dict] = None, branch: int = 0) -> Plan:
     """Choose slot and source for an ask of `n` prompt tokens (0: unknown) that has
     waited `waited_ms` already.
 
-    `snaps` are the shelf's matches, `flights` the heads that others compute just now.
+    `snaps` are the shelf's matches, `flights` the blocks that others compute just now,
+    `branch` is where this prompt leaves the known one that is most like it.
     Conversations that share a head get slots of their own while any is free or
     worthless: cutting a tail saves the head once and costs that tail every turn.
     """
@@ -1873,31 +1957,37 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
         if holder and waited_ms < _WAIT_MS:
             return Plan("wait", options[0].slot.slot, "fork",
                         why=f"ask {holder} computes the same head just now")
-    o, heads = best.option, _heads(ability, request, prompt, best)
+    o, heads = best.option, _heads(ability, request, prompt, best, branch)
     source = "none" if not best.usable else "fork" if best.donor >= 0 \
         else "shelf" if best.snap else "resident"
     return Plan("run", o.slot.slot, source, best.usable, o.match, o.slot.size, best.cut,
                 best.gamble, best.save, best.donor, best.snap,
                 not best.snap and best.donor < 0
                 and incomplete(ability, o.slot, min(o.match, n - 1)),
-                heads, _turn_end(ability, request, prompt, best, heads),
-                _why(request, n, best, bids))
+                heads, _turn_end(ability, request, prompt, best, heads, options),
+                _why(request, n, best, bids), best.own_ms,
+                min((b.own_ms for b in bids if b is not best), default=best.own_ms))
 
 
 def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
-           best: _Bid) -> tuple:
+           best: _Bid, branch: int) -> tuple:
     """Lengths to prefill and save before the ask, where nothing holds them yet.
 
-    The stable head in front of the first user message; and, on models that cannot
-    rewind, the document above the last question (no later save could serve it).
+    The stable head in front of the first user message; where snapshots must be
+    extended exactly, also the point at which a second conversation leaves a known one;
+    and, on models that cannot rewind, the document above the last question (no later
+    save could serve it).
     """
     if not ability.files or prompt is None or request.raw or request.klass == "oneshot":
         return ()
     wanted = [prompt.users[0]] if prompt.users else []
+    if must_extend(ability) and all(abs(branch - end) > BLOCK // 2 for end in (
+            *wanted, prompt.ahead, *prompt.starts[-1:])):
+        wanted.append(branch)
     if ability.kind == "append-only":
         wanted.append(prompt.ahead)
     heads, known = [], best.usable
-    for end in wanted:
+    for end in sorted(wanted):
         if end >= _HEAD_MIN and end - known >= BLOCK:
             heads.append(end)
             known = end
@@ -1915,10 +2005,19 @@ def _flight_of(prompt: Prompt, best: _Bid, flights: dict) -> int:
 
 
 def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
-              heads: tuple) -> int:
+              heads: tuple, options: Sequence[Option]) -> int:
     """Where snapshots must be extended exactly: where to save in mid-turn, the end of
-    the last message.  The next turn always extends it, however it renders the reply."""
-    if not ability.files or not _exact(ability) or prompt is None or request.raw \
+    the last message.  The next turn always extends it, however it renders the reply.
+
+    Only when the slot may be lost: while another one is free or worthless the engine's
+    own checkpoints do.
+    """
+    spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
+                and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
+                for o in options)
+    if spare:
+        return 0
+    if not ability.files or not must_extend(ability) or prompt is None or request.raw \
             or request.klass == "oneshot" or not prompt.starts:
         return 0
     end = prompt.starts[-1]
@@ -1928,13 +2027,18 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
 
 def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
                    rates: Rates, waited_ms: float) -> Optional[Plan]:
-    "A wait plan when one's own busy slot soon saves more than the wait costs."
+    """A wait plan when a busy slot soon saves more than the wait costs: one's own, or
+    one whose prefix can be forked then."""
+    prices = Prices.of(rates)
+    forks = ability.files and not must_extend(ability)
     for o in sorted(options, key=lambda o: -o.match):
-        if not o.slot.busy or not o.own:
+        if not o.slot.busy or not (o.own or forks):
             continue
         left = estimate_ms(rates, o.slot)
         gain = (usable(ability, o._replace(slot=o.slot._replace(tail=0)), n)
-                - best.usable) * Prices.of(rates).prefill
+                - best.usable) * prices.prefill
+        if not o.own:
+            gain -= prices.saving(o.slot.size) + prices.restoring(o.slot.size)
         if left is not None and left < min(gain, _WAIT_MS - waited_ms):
             return Plan("wait", o.slot.slot, "resident", why=(
                 f"slot {o.slot.slot} holds {o.match} of {n} tokens and should be free "
@@ -3425,14 +3529,149 @@ class Shelf:
 
 
 # ============================================================================
-# 16. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
-#    ENGINE, LEDGER, SHELF.  offers: Keeper, Lease, ClientGone, cache_report.
+# 16. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
+#    offers: Prompter.
 # ============================================================================
 _CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcuts that are checked
-_WATCH_S = 2.0
 
 
+class Prompter:
+    """Renders and tokenizes asks; of a known text only the new end is tokenized.
+
+    Shares lock and book with the keeper; `ability` says what the engine can do now.
+    """
+
+    def __init__(self, engine: Engine, config: Config, book: Book, lock: OwnedLock,
+                 ability: Callable[[], Ability]):
+        self.engine, self.config, self.book = engine, config, book
+        self.lock, self.ability = lock, ability
+        self.shortcut_on = config.shortcut
+        self._shortcuts = 0
+        self.forget()
+
+    def forget(self) -> None:
+        "A new engine: what its tokenizer says is not known."
+        self.texts = TextMemory(self.config.memory_mb << 19)
+
+    def _count(self, name: str) -> None:
+        with self.lock:
+            self.book.counters.add(name)
+
+    def prepare(self, request: Request, core: bytes) -> Optional[Prompt]:
+        """The ask's tokens; None when they cannot be known (then it is forwarded
+        as it is).  Raises BadAsk for a prompt that cannot fit."""
+        info = self.engine.info
+        if request.media or info is None:
+            return None
+        try:
+            if request.route == "chat":
+                self._count("template_calls")
+                prompt = self._from_text(self.engine.render(core))
+            else:
+                prompt = self._from_prompt(request.body["prompt"])
+        except EngineGone:
+            raise
+        except (TokiError, KeyError, TypeError, OverflowError) as error:
+            # The ask itself will get the engine's own words about it.
+            log.debug("the prompt could not be rendered: %s", error)
+            return None
+        if info.n_ctx and len(prompt.tokens) >= info.n_ctx:
+            raise prompt_size_error(len(prompt.tokens), info.n_ctx)
+        return prompt
+
+    def _from_prompt(self, value: Any) -> Prompt:
+        if isinstance(value, str):
+            return self._from_text(value)
+        if all(isinstance(t, int) and not isinstance(t, bool) for t in value):
+            tokens = array("I", value)
+        else:
+            tokens = array("I", self.engine.tokenize(value, True))
+        return self._prompt(tokens, [], "", ())
+
+    def _ahead(self, text: str, tokens: Tokens, cuts: list) -> int:
+        """Tokens up to the last blank line of a long last user message, 0 without one:
+        a document with a question under it.  Only where nothing can be rewound."""
+        ability = self.ability()
+        if not ability.files or ability.kind != "append-only":
+            return 0
+        users = [i for i, c in enumerate(cuts)
+                 if text[c.end:c.end + 12].lstrip().startswith("user")]
+        if not users:
+            return 0
+        first = users[-1]
+        end = cuts[first + 1].start if first + 1 < len(cuts) else len(text)
+        blank = text.rfind("\n\n", cuts[first].start, end)
+        if blank < cuts[first].start + 4 * BLOCK:
+            return 0
+        start = cuts[first].index
+        above = text[cuts[first].start:blank + 2]
+        part = array("I", self.engine.tokenize(above, False))
+        # Tokens may join across the blank line: keep what both have.
+        return start + common_prefix(part, tokens[start:])
+
+    def _prompt(self, tokens: Tokens, cuts: list, text: str,
+                hashes: Sequence[bytes]) -> Prompt:
+        starts = tuple(c.index for c in cuts)
+        users = tuple(c.index for c in cuts
+                      if text[c.end:c.end + 12].lstrip().startswith("user"))
+        return Prompt(tokens, block_hashes(tokens, self.book.trie.seed, known=hashes),
+                      starts, users)
+
+    def _from_text(self, text: str) -> Prompt:
+        """Tokens of a rendered text; of a known one only the new end is tokenized.
+
+        The shortcut is checked against the full call for the first asks and now and
+        then; one mismatch switches it off.
+        """
+        seen = TextMemory.text(text)
+        with self.lock:
+            known = self.texts.shortcut(seen) if self.shortcut_on else None
+        checked = True
+        if known is None:
+            tokens = array("I", self.engine.tokenize(text, True))
+            cuts = find_cuts(text, tokens, self.engine.learn_controls(text))
+            self._count("full_tokenizations")
+        else:
+            tokens = known.tokens + array("I", self.engine.tokenize(known.rest, False))
+            self._count("shortcuts")
+            self._shortcuts += 1
+            if self._shortcuts <= _CHECK_FIRST or self._shortcuts % _CHECK_EVERY == 0:
+                tokens, joined = self._check_shortcut(text, tokens), tokens
+                checked = tokens == joined
+            offset = len(text) - len(known.rest)
+            rest = tokens[len(known.tokens):]
+            cuts = known.cuts + [
+                Cut(c.start + offset, c.end + offset, c.index + len(known.tokens))
+                for c in find_cuts(known.rest, rest,
+                                   self.engine.learn_controls(known.rest))]
+        prompt = self._prompt(tokens, cuts, text,
+                              known.hashes if known is not None and checked else ())
+        return prompt._replace(ahead=self._ahead(text, tokens, cuts),
+                               text=(seen, cuts))
+
+    def remember(self, prompt: Optional[Prompt]) -> None:
+        "Keep the text of a prompt; done while the engine computes it."
+        if prompt is not None and prompt.text is not None:
+            with self.lock:
+                self.texts.remember(prompt.text[0], prompt.tokens, prompt.text[1],
+                                    prompt.hashes)
+
+    def _check_shortcut(self, text: str, tokens: Tokens) -> Tokens:
+        full = array("I", self.engine.tokenize(text, True))
+        if full != tokens:
+            self.shortcut_on = False
+            log.warning("tokenizing only the new end gave other tokens (first at %d); "
+                        "every prompt is tokenized whole from now on",
+                        common_prefix(full, tokens))
+        return full
+
+
+# ============================================================================
+# 17. MOVES - state from slot to shelf and back, under a lease.
+#    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
+#    ClientGone, Mover.
+# ============================================================================
 class ClientGone(Exception):
     "The client left; there is nobody to answer."
 
@@ -3456,7 +3695,7 @@ class Lease:
         self.side = 0                    # tokens computed for it on the side
         self.ends: list = []             # ... and where those prefills ended
         self.moved = ""                  # "fork" | "shelf" once a restore was proven
-        self.flights: list = []          # keys of the heads it computes
+        self.flight = (0, 0)             # part of the prompt that others wait for
         self.pinned = 0                  # snapshot kept from eviction for it
 
     @property
@@ -3474,6 +3713,258 @@ class Lease:
     def abort(self, sent: bool) -> None:
         "`sent`: the engine may have begun, so the slot is free only when it says so."
         self.keeper.abort(self, sent)
+
+
+class Mover:
+    """Carries out the moves of a plan: save, fork, restore, prefill a head.
+
+    Shares lock and book with the keeper, which hands in what lies above: `waiting`
+    gives the prompts of the asks that wait, `grant` lets them be looked at again (both
+    called with the lock held), `spent` is told of tokens computed on the side.
+    """
+
+    def __init__(self, engine: Engine, book: Book, lock: OwnedLock, edges: Edges,
+                 ability: Callable[[], Ability], waiting: Callable[[], list],
+                 grant: Callable[[], None], spent: Callable[[int], None]):
+        self.engine, self.book, self.lock, self.edges = engine, book, lock, edges
+        self.ability, self.waiting = ability, waiting
+        self.grant, self.spent = grant, spent
+        self.shelf: Optional[Shelf] = None
+
+    def _count(self, name: str) -> None:
+        with self.lock:
+            self.book.counters.add(name)
+
+    def carry_out(self, lease: Lease, tick: Callable[[str], None]) -> None:
+        """Carry out the plan's moves: save, fork, restore, prefill a head.
+
+        Fails open: whatever goes wrong costs computing, never the ask.
+        """
+        plan = lease.plan
+        if lease.slot is None or lease.prompt is None or self.shelf is None:
+            return
+        if plan.save and lease.victim is not None:
+            slot, tokens = lease.victim
+            self.save(lease.seat, "context", tokens, slot.size + slot.tail, -1)
+        snap_id = plan.snap
+        if plan.donor >= 0:
+            snap_id = self._save_donor(lease)
+        if snap_id:
+            self.restore(lease, snap_id)
+        elif plan.erase:
+            self.erase(lease)
+        try:
+            self._lead(lease, tick)
+        except EngineGone:
+            raise
+        except TokiError as error:       # the ask itself computes it then
+            log.warning("a head could not be prefilled: %s", error.message)
+
+    def _lead(self, lease: Lease, tick: Callable[[str], None]) -> None:
+        """Prefill and save what the plan wants ahead of the ask itself.
+
+        Where a snapshot must be extended exactly, this goes in slices, and stops where
+        an ask that waits leaves this prompt: that one needs a snapshot just there.
+        """
+        prompt, exact = lease.prompt, must_extend(self.ability())
+        ends = [(end, "head") for end in lease.plan.heads]
+        if lease.plan.turn:
+            ends.append((lease.plan.turn, "turn"))
+        at = lease.plan.expect
+        for end, sort in ends:
+            while at < end:
+                with self.lock:
+                    cut = self._cut_locked(lease, at, end) if exact else end
+                far = exact and cut - at > SLICE + BLOCK
+                stop = at + SLICE if far else cut
+                self.prefill(lease, stop, tick)
+                if stop in (cut, end):
+                    self.save(lease.seat, sort if stop == end else "head",
+                               prompt.tokens[:stop], stop, lease.seat)
+                at = stop
+                with self.lock:          # those who wait for it may go on
+                    self.land_locked(lease, at if exact or at == end else 0)
+                    self.grant()
+
+    def _cut_locked(self, lease: Lease, at: int, end: int) -> int:
+        "The first place in (at, end] where a waiting ask leaves this prompt, or `end`."
+        cuts = [common_prefix(p.tokens, lease.prompt.tokens) for p in self.waiting()]
+        first = max(at + 1, lease.plan.expect + BLOCK)
+        return min((c for c in cuts if first <= c <= end - BLOCK // 2), default=end)
+
+    def land_locked(self, lease: Lease, upto: int = 1 << 40) -> None:
+        "This part of the prompt is on the shelf, or given up: nobody need wait for it."
+        first, end = lease.flight
+        upto = min(upto, end)
+        if lease.prompt is None or upto <= first:
+            return
+        for key in lease.prompt.hashes[first // BLOCK:upto // BLOCK]:
+            if self.book.flights.get(key) == lease.ask:
+                del self.book.flights[key]
+        lease.flight = (upto, end)
+
+    def save(self, slot: int, sort: str, tokens: Tokens, held: int,
+              holder: int) -> int:
+        """Save a slot as a snapshot; its id, 0 when it could not be saved.
+
+        `holder` is the slot that keeps holding it, -1 when it is given up.
+        """
+        shelf, clock = self.shelf, self.edges.clock
+        snap_id, name = shelf.new_name()
+        began = clock.now()
+        try:
+            reply = self.engine.json("POST", f"/slots/{slot}?action=save",
+                                     {"filename": name}, timeout=600)
+        except TokiError as error:
+            log.warning("a slot could not be saved: %s", error.message)
+            shelf.remove(snap_id, name)
+            return 0
+        saved = int(reply.get("n_saved") or 0)
+        if saved < len(tokens):          # not what the book believed to be there
+            log.warning("slot %d held %d tokens instead of %d; not kept", slot, saved,
+                        len(tokens))
+            shelf.remove(snap_id, name)
+            return 0
+        exact = shelf.tokens_in(name, saved)
+        if exact is not None and common_prefix(exact, tokens) < len(tokens):
+            log.warning("slot %d held other tokens than the book said; not kept", slot)
+            shelf.remove(snap_id, name)
+            return 0
+        tokens = tokens if exact is None else exact
+        snap = Snap(snap_id, name, sort, len(tokens), saved,
+                    int(reply.get("n_written") or 0), self.edges.clock.wall())
+        with self.lock:
+            self.book.rates.moved("save", saved, (clock.now() - began) * 1000)
+            c = self.book.counters
+            c.saves, c.saved_bytes = c.saves + 1, c.saved_bytes + snap.n_bytes
+            self.book.apply(Shelved(snap, tokens, holder))
+        shelf.added(snap, tokens)
+        return snap_id
+
+    def _save_donor(self, lease: Lease) -> int:
+        "Save another slot; it keeps what it holds and is free again afterwards."
+        donor, snap_id = lease.plan.donor, 0
+        with self.lock:
+            holder, s = (self.book.life, donor), self.book.slots[donor]
+            tokens = self.book.trie.tokens(holder) if holder in self.book.trie else None
+        try:
+            if tokens is not None:
+                snap_id = self.save(donor, "context", tokens, s.size + s.tail, donor)
+            if snap_id:
+                self.shelf.pin(snap_id)
+                lease.pinned = snap_id
+                self._count("forks")
+        finally:
+            with self.lock:
+                if self.book.slots[donor].busy == lease.ask:
+                    self.book.slots[donor] = self.book.slots[donor]._replace(busy=0)
+                    self.grant()
+        return snap_id
+
+    def restore(self, lease: Lease, snap_id: int) -> bool:
+        "Move a snapshot into the leased slot; a refused one is dropped for good."
+        with self.lock:
+            snap = self.book.snaps.get(snap_id)
+        wrong = "it was evicted" if snap is None else self.shelf.fit(snap)
+        began = self.edges.clock.now()
+        try:
+            if not wrong:
+                try:
+                    reply = self.engine.json(
+                        "POST", f"/slots/{lease.seat}?action=restore",
+                        {"filename": snap.name}, timeout=600)
+                    if int(reply.get("n_restored") or 0) != snap.held:
+                        wrong = f"{reply.get('n_restored')} tokens came instead of " \
+                                f"{snap.held}"
+                except EngineGone:
+                    raise
+                except TokiError as error:
+                    wrong = error.message
+        finally:
+            self.shelf.unpin(snap_id)
+            lease.pinned = 0
+        if wrong:
+            log.warning("a snapshot was refused (%s); dropped, the prompt is computed",
+                        wrong)
+            self._count("refused_restores")
+            self.erase(lease)
+            if snap is not None:
+                with self.lock:
+                    self.book.apply(Unshelved(snap_id))
+                self.shelf.remove(snap_id, snap.name)
+            return False
+        ms = (self.edges.clock.now() - began) * 1000
+        with self.lock:
+            book = self.book
+            if snap_id in book.snaps:
+                book.snaps[snap_id] = book.snaps[snap_id]._replace(verified=True)
+                book.apply(Restored(lease.seat, snap_id))
+            book.rates.moved("restore", snap.held, ms)
+            c = book.counters
+            c.restores, c.restored_bytes = c.restores + 1, \
+                c.restored_bytes + snap.n_bytes
+            saved = lease.plan.expect * (book.rates.prefill_ms or 0) - ms
+        lease.moved = "fork" if lease.plan.donor >= 0 or snap.sort == "head" \
+            else "shelf"
+        self.shelf.touched(snap_id, max(0.0, saved))
+        return True
+
+    def erase(self, lease: Lease) -> None:
+        "Empty the leased slot, so that nothing half-right is attended to."
+        with contextlib.suppress(TokiError):
+            self.engine.json("POST", f"/slots/{lease.seat}?action=erase", {},
+                             timeout=60)
+        with self.lock:
+            if lease.life == self.book.life:
+                self.book.apply(Emptied(lease.seat))
+
+    def prefill(self, lease: Lease, end: int, tick: Callable[[str], None]) -> None:
+        "Compute the first `end` tokens of the prompt in the leased slot, no more."
+        body = json.dumps({
+            "prompt": list(lease.prompt.tokens[:end]), "n_predict": 0, "stream": True,
+            "return_progress": True, "id_slot": lease.seat, "cache_prompt": True,
+            "temperature": 0}).encode()
+        up = self.engine.open("/completion", body)
+        lease.sent = True
+        splitter, timings = EventSplitter(), None
+        try:
+            while True:
+                if not up.wait([], 0.25):
+                    tick("prefill")
+                    continue
+                if not up.status:
+                    if up.head() != 200:
+                        raise engine_error(up.status, up.read_all())
+                    continue
+                data = up.read()
+                for raw in splitter.feed(data) if data else splitter.close():
+                    payload = event_payload(raw)
+                    event = json.loads(payload) if payload else {}
+                    progress = event.get("prompt_progress")
+                    if progress:
+                        lease.progressed(int(progress.get("cache") or 0),
+                                         int(progress.get("processed") or 0))
+                    timings = read_timings(event) or timings
+                if not data:
+                    break
+        finally:
+            up.close()
+        if timings is not None:
+            lease.side += timings.prompt_n
+            lease.ends.append(end)
+            lease.cached = end           # so much is there for the ask itself
+            with self.lock:
+                self.spent(timings.prompt_n + timings.predicted_n)
+                self.book.apply(Computed(timings.prompt_n))
+                self.book.rates.learn(timings._replace(predicted_n=0))
+
+
+# ============================================================================
+# 18. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
+#    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
+# ============================================================================
+_WATCH_S = 2.0
 
 
 class _Ticket:
@@ -3496,13 +3987,16 @@ class Keeper:
                  embedder: Optional[Engine] = None, shelf_folder: str = "",
                  shelf_index: str = ""):
         self.shelf_folder, self.shelf_index = shelf_folder, shelf_index
-        self.shelf: Optional[Shelf] = None
         self.engine, self.config, self.edges = engine, config, edges
         self.managed, self.ledger, self.embedder = managed, ledger, embedder
         # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
         self.lock = OwnedLock()
         self.book = Book(b"toki", config.memory_mb << 19)
-        self.texts = TextMemory(config.memory_mb << 19)
+        self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
+        self.mover = Mover(
+            engine, self.book, self.lock, edges, self.ability,
+            lambda: [t.prompt for t in self.tickets if t.prompt is not None],
+            self._grant_locked, self._caused)
         self.tickets: list = []
         self.open_by_client: dict = {}
         self.last_grant: dict = {}       # client -> number of its latest grant
@@ -3519,11 +4013,13 @@ class Keeper:
         self._own = 0                    # tokens we caused since
         self._unsure = True              # an aborted ask's share is not known
         self._ended_at = 0.0             # its counters trail a reply by a moment
-        self.shortcut_on = config.shortcut
-        self._shortcuts = 0
         self.stopping = threading.Event()
         self.started = edges.clock.wall()
         self.recent: deque = deque(maxlen=200)   # rows for the faces
+
+    @property
+    def shelf(self) -> Optional[Shelf]:
+        return self.mover.shelf
 
     # ---- engine life ------------------------------------------------------
     def ability(self) -> Ability:
@@ -3551,7 +4047,7 @@ class Keeper:
             return False
         with self.lock:
             self.book.apply(Reborn(info.n_slots))
-            self.texts = TextMemory(self.config.memory_mb << 19)
+            self.prompter.forget()
             self._base, self._unsure = None, True
             self.foreign = False
             self.state, self.trouble = "ready", ""
@@ -3584,7 +4080,7 @@ class Keeper:
         with self.lock:
             for snap, tokens in found:
                 self.book.apply(Shelved(snap, tokens, -1))
-        self.shelf = shelf
+        self.mover.shelf = shelf
         if found:
             log.info("%d snapshots on the shelf (%s)", len(found),
                      fmt_bytes(shelf.used))
@@ -3689,6 +4185,10 @@ class Keeper:
                 return                   # asks came or went meanwhile: look again later
             self._judge_locked(m, open_now)
 
+    def _caused(self, n_tokens: int) -> None:
+        "Tokens that the engine computed or generated for us (the lock is held)."
+        self._own += n_tokens
+
     def open_count(self) -> int:
         return self.opened - self.ended
 
@@ -3725,118 +4225,9 @@ class Keeper:
             self.book.apply(Reborn(len(self.book.slots)))
             log.info("the engine is quiet again: asks get their slots")
 
-    # ---- from text to tokens ----------------------------------------------
-    def prepare(self, request: Request, core: bytes) -> Optional[Prompt]:
-        """The ask's tokens; None when they cannot be known (then it is forwarded
-        as it is).  Raises BadAsk for a prompt that cannot fit."""
-        info = self.engine.info
-        if request.media or info is None:
-            return None
-        try:
-            if request.route == "chat":
-                self._count("template_calls")
-                prompt = self._from_text(self.engine.render(core))
-            else:
-                prompt = self._from_prompt(request.body["prompt"])
-        except EngineGone:
-            raise
-        except (TokiError, KeyError, TypeError, OverflowError) as error:
-            # The ask itself will get the engine's own words about it.
-            log.debug("the prompt could not be rendered: %s", error)
-            return None
-        if info.n_ctx and len(prompt.tokens) >= info.n_ctx:
-            raise prompt_size_error(len(prompt.tokens), info.n_ctx)
-        return prompt
-
     def _count(self, name: str, by: int = 1) -> None:
         with self.lock:
-            setattr(self.book.counters, name, getattr(self.book.counters, name) + by)
-
-    def _from_prompt(self, value: Any) -> Prompt:
-        if isinstance(value, str):
-            return self._from_text(value)
-        if all(isinstance(t, int) and not isinstance(t, bool) for t in value):
-            tokens = array("I", value)
-        else:
-            tokens = array("I", self.engine.tokenize(value, True))
-        return self._prompt(tokens, [], "", ())
-
-    def _ahead(self, text: str, tokens: Tokens, cuts: list) -> int:
-        """Tokens up to the last blank line of a long last user message, 0 without one:
-        a document with a question under it.  Only where nothing can be rewound."""
-        ability = self.ability()
-        if not ability.files or ability.kind != "append-only":
-            return 0
-        users = [i for i, c in enumerate(cuts)
-                 if text[c.end:c.end + 12].lstrip().startswith("user")]
-        if not users:
-            return 0
-        first = users[-1]
-        end = cuts[first + 1].start if first + 1 < len(cuts) else len(text)
-        blank = text.rfind("\n\n", cuts[first].start, end)
-        if blank < cuts[first].start + 4 * BLOCK:
-            return 0
-        start = cuts[first].index
-        above = text[cuts[first].start:blank + 2]
-        part = array("I", self.engine.tokenize(above, False))
-        # Tokens may join across the blank line: keep what both have.
-        return start + common_prefix(part, tokens[start:])
-
-    def _prompt(self, tokens: Tokens, cuts: list, text: str,
-                hashes: Sequence[bytes]) -> Prompt:
-        starts = tuple(c.index for c in cuts)
-        users = tuple(c.index for c in cuts
-                      if text[c.end:c.end + 12].lstrip().startswith("user"))
-        return Prompt(tokens, block_hashes(tokens, self.book.trie.seed, known=hashes),
-                      starts, users)
-
-    def _from_text(self, text: str) -> Prompt:
-        """Tokens of a rendered text; of a known one only the new end is tokenized.
-
-        The shortcut is checked against the full call for the first asks and now and
-        then; one mismatch switches it off.
-        """
-        seen = TextMemory.text(text)
-        with self.lock:
-            known = self.texts.shortcut(seen) if self.shortcut_on else None
-        checked = True
-        if known is None:
-            tokens = array("I", self.engine.tokenize(text, True))
-            cuts = find_cuts(text, tokens, self.engine.learn_controls(text))
-            self._count("full_tokenizations")
-        else:
-            tokens = known.tokens + array("I", self.engine.tokenize(known.rest, False))
-            self._count("shortcuts")
-            self._shortcuts += 1
-            if self._shortcuts <= _CHECK_FIRST or self._shortcuts % _CHECK_EVERY == 0:
-                tokens, joined = self._check_shortcut(text, tokens), tokens
-                checked = tokens == joined
-            offset = len(text) - len(known.rest)
-            rest = tokens[len(known.tokens):]
-            cuts = known.cuts + [
-                Cut(c.start + offset, c.end + offset, c.index + len(known.tokens))
-                for c in find_cuts(known.rest, rest,
-                                   self.engine.learn_controls(known.rest))]
-        prompt = self._prompt(tokens, cuts, text,
-                              known.hashes if known is not None and checked else ())
-        return prompt._replace(ahead=self._ahead(text, tokens, cuts),
-                               text=(seen, cuts))
-
-    def remember(self, prompt: Optional[Prompt]) -> None:
-        "Keep the text of a prompt; done while the engine computes it."
-        if prompt is not None and prompt.text is not None:
-            with self.lock:
-                self.texts.remember(prompt.text[0], prompt.tokens, prompt.text[1],
-                                    prompt.hashes)
-
-    def _check_shortcut(self, text: str, tokens: Tokens) -> Tokens:
-        full = array("I", self.engine.tokenize(text, True))
-        if full != tokens:
-            self.shortcut_on = False
-            log.warning("tokenizing only the new end gave other tokens (first at %d); "
-                        "every prompt is tokenized whole from now on",
-                        common_prefix(full, tokens))
-        return full
+            self.book.counters.add(name)
 
     # ---- leases -----------------------------------------------------------
     def acquire(self, request: Request, prompt: Optional[Prompt],
@@ -3927,12 +4318,14 @@ class Keeper:
     def _try_locked(self, ticket: _Ticket) -> bool:
         now = self.edges.clock.now()
         book, request, prompt = self.book, ticket.request, ticket.prompt
-        options = book.options(request, prompt, now)
         ability = self.ability()
+        options = book.options(request, prompt, now,
+                               pool_size(self.config.pool, ability.n_slots))
         snaps = book.snap_matches(prompt) \
             if prompt is not None and ability.files else ()
+        branch = book.branch_point(prompt) if snaps else 0
         plan = decide(request, ticket.n, options, ability, book.rates, book.counters,
-                      (now - ticket.since) * 1000, snaps, prompt, book.flights)
+                      (now - ticket.since) * 1000, snaps, prompt, book.flights, branch)
         if plan.action == "wait" and plan.source == "fork" and (
                 ticket.plan is None or ticket.plan.source != "fork"):
             book.counters.head_waits += 1
@@ -3966,11 +4359,11 @@ class Keeper:
         if plan.snap and self.shelf is not None:
             self.shelf.pin(plan.snap)
             ticket.lease.pinned = plan.snap
-        for end in (*plan.heads, plan.turn):
-            if prompt is not None and end >= BLOCK:
-                key = prompt.hashes[end // BLOCK - 1]
-                ticket.lease.flights.append(key)
-                book.flights[key] = ticket.ask
+        if prompt is not None:
+            end = max((*plan.heads, plan.turn))
+            for key in prompt.hashes[plan.expect // BLOCK:end // BLOCK]:
+                book.flights.setdefault(key, ticket.ask)
+            ticket.lease.flight = (plan.expect, end)
         self.tickets.remove(ticket)
         ticket.granted.set()
         return True
@@ -4042,201 +4435,6 @@ class Keeper:
                         "is %s, planned so from now on", lease.ask, timings.cache_n,
                         lease.plan.expect, kind)
 
-    # ---- moving state ------------------------------------------------------
-    def prepare_slot(self, lease: Lease, tick: Callable[[str], None]) -> None:
-        """Carry out the plan's moves: save, fork, restore, prefill a head.
-
-        Fails open: whatever goes wrong costs computing, never the ask.
-        """
-        plan = lease.plan
-        if lease.slot is None or lease.prompt is None or self.shelf is None:
-            return
-        if plan.save and lease.victim is not None:
-            slot, tokens = lease.victim
-            self._save(lease.seat, "context", tokens, slot.size + slot.tail, -1)
-        snap_id = plan.snap
-        if plan.donor >= 0:
-            snap_id = self._save_donor(lease)
-        if snap_id:
-            self._restore(lease, snap_id)
-        elif plan.erase:
-            self._erase(lease)
-        steps = [("head", end) for end in plan.heads] + [("turn", plan.turn)]
-        for sort, end in steps:
-            if end:
-                try:
-                    self._prefill(lease, end, tick)
-                except EngineGone:
-                    raise
-                except TokiError as error:   # the ask itself computes it then
-                    log.warning("a head could not be prefilled: %s", error.message)
-                    return
-                self._save(lease.seat, sort, lease.prompt.tokens[:end], end, lease.seat)
-                with self.lock:          # those who wait for it may go on
-                    self._land_locked(lease, 1)
-                    self._grant_locked()
-
-    def _land_locked(self, lease: Lease, n: int = 9) -> None:
-        "Heads of this ask are on the shelf, or given up: nobody need wait for them."
-        done, lease.flights = lease.flights[:n], lease.flights[n:]
-        for key in done:
-            if self.book.flights.get(key) == lease.ask:
-                del self.book.flights[key]
-
-    def _save(self, slot: int, sort: str, tokens: Tokens, held: int,
-              holder: int) -> int:
-        """Save a slot as a snapshot; its id, 0 when it could not be saved.
-
-        `holder` is the slot that keeps holding it, -1 when it is given up.
-        """
-        shelf, clock = self.shelf, self.edges.clock
-        snap_id, name = shelf.new_name()
-        began = clock.now()
-        try:
-            reply = self.engine.json("POST", f"/slots/{slot}?action=save",
-                                     {"filename": name}, timeout=600)
-        except TokiError as error:
-            log.warning("a slot could not be saved: %s", error.message)
-            shelf.remove(snap_id, name)
-            return 0
-        saved = int(reply.get("n_saved") or 0)
-        if saved < len(tokens):          # not what the book believed to be there
-            log.warning("slot %d held %d tokens instead of %d; not kept", slot, saved,
-                        len(tokens))
-            shelf.remove(snap_id, name)
-            return 0
-        exact = shelf.tokens_in(name, saved)
-        if exact is not None and common_prefix(exact, tokens) < len(tokens):
-            log.warning("slot %d held other tokens than the book said; not kept", slot)
-            shelf.remove(snap_id, name)
-            return 0
-        tokens = tokens if exact is None else exact
-        snap = Snap(snap_id, name, sort, len(tokens), saved,
-                    int(reply.get("n_written") or 0), self.edges.clock.wall())
-        with self.lock:
-            self.book.rates.moved("save", saved, (clock.now() - began) * 1000)
-            c = self.book.counters
-            c.saves, c.saved_bytes = c.saves + 1, c.saved_bytes + snap.n_bytes
-            self.book.apply(Shelved(snap, tokens, holder))
-        shelf.added(snap, tokens)
-        return snap_id
-
-    def _save_donor(self, lease: Lease) -> int:
-        "Save another slot; it keeps what it holds and is free again afterwards."
-        donor, snap_id = lease.plan.donor, 0
-        with self.lock:
-            holder, s = (self.book.life, donor), self.book.slots[donor]
-            tokens = self.book.trie.tokens(holder) if holder in self.book.trie else None
-        try:
-            if tokens is not None:
-                snap_id = self._save(donor, "context", tokens, s.size + s.tail, donor)
-            if snap_id:
-                self.shelf.pin(snap_id)
-                lease.pinned = snap_id
-                self._count("forks")
-        finally:
-            with self.lock:
-                if self.book.slots[donor].busy == lease.ask:
-                    self.book.slots[donor] = self.book.slots[donor]._replace(busy=0)
-                    self._grant_locked()
-        return snap_id
-
-    def _restore(self, lease: Lease, snap_id: int) -> bool:
-        "Move a snapshot into the leased slot; a refused one is dropped for good."
-        with self.lock:
-            snap = self.book.snaps.get(snap_id)
-        wrong = "it was evicted" if snap is None else self.shelf.fit(snap)
-        began = self.edges.clock.now()
-        try:
-            if not wrong:
-                try:
-                    reply = self.engine.json(
-                        "POST", f"/slots/{lease.seat}?action=restore",
-                        {"filename": snap.name}, timeout=600)
-                    if int(reply.get("n_restored") or 0) != snap.held:
-                        wrong = f"{reply.get('n_restored')} tokens came instead of " \
-                                f"{snap.held}"
-                except EngineGone:
-                    raise
-                except TokiError as error:
-                    wrong = error.message
-        finally:
-            self.shelf.unpin(snap_id)
-            lease.pinned = 0
-        if wrong:
-            log.warning("a snapshot was refused (%s); dropped, the prompt is computed",
-                        wrong)
-            self._count("refused_restores")
-            self._erase(lease)
-            if snap is not None:
-                self._evicted([snap_id])
-                self.shelf.remove(snap_id, snap.name)
-            return False
-        ms = (self.edges.clock.now() - began) * 1000
-        with self.lock:
-            book = self.book
-            if snap_id in book.snaps:
-                book.snaps[snap_id] = book.snaps[snap_id]._replace(verified=True)
-                book.apply(Restored(lease.seat, snap_id))
-            book.rates.moved("restore", snap.held, ms)
-            c = book.counters
-            c.restores, c.restored_bytes = c.restores + 1, \
-                c.restored_bytes + snap.n_bytes
-            saved = lease.plan.expect * (book.rates.prefill_ms or 0) - ms
-        lease.moved = "fork" if lease.plan.donor >= 0 or snap.sort == "head" \
-            else "shelf"
-        self.shelf.touched(snap_id, max(0.0, saved))
-        return True
-
-    def _erase(self, lease: Lease) -> None:
-        "Empty the leased slot, so that nothing half-right is attended to."
-        with contextlib.suppress(TokiError):
-            self.engine.json("POST", f"/slots/{lease.seat}?action=erase", {},
-                             timeout=60)
-        with self.lock:
-            if lease.life == self.book.life:
-                self.book.apply(Emptied(lease.seat))
-
-    def _prefill(self, lease: Lease, end: int, tick: Callable[[str], None]) -> None:
-        "Compute the first `end` tokens of the prompt in the leased slot, no more."
-        body = json.dumps({
-            "prompt": list(lease.prompt.tokens[:end]), "n_predict": 0, "stream": True,
-            "return_progress": True, "id_slot": lease.seat, "cache_prompt": True,
-            "temperature": 0}).encode()
-        up = self.engine.open("/completion", body)
-        lease.sent = True
-        splitter, timings = EventSplitter(), None
-        try:
-            while True:
-                if not up.wait([], 0.25):
-                    tick("prefill")
-                    continue
-                if not up.status:
-                    if up.head() != 200:
-                        raise engine_error(up.status, up.read_all())
-                    continue
-                data = up.read()
-                for raw in splitter.feed(data) if data else splitter.close():
-                    payload = event_payload(raw)
-                    event = json.loads(payload) if payload else {}
-                    progress = event.get("prompt_progress")
-                    if progress:
-                        lease.progressed(int(progress.get("cache") or 0),
-                                         int(progress.get("processed") or 0))
-                    timings = read_timings(event) or timings
-                if not data:
-                    break
-        finally:
-            up.close()
-        if timings is not None:
-            lease.side += timings.prompt_n
-            lease.ends.append(end)
-            lease.cached = end           # so much is there for the ask itself
-            with self.lock:
-                self._own += timings.prompt_n + timings.predicted_n
-                self.book.apply(Computed(timings.prompt_n))
-                self.book.rates.learn(timings._replace(predicted_n=0))
-
     def save_idle(self) -> bool:
         """Save the most valuable unsaved slot while nobody asks; True when one was.
 
@@ -4257,7 +4455,7 @@ class Keeper:
             life = self.book.life
             self.book.slots[s.slot] = s._replace(busy=-1)
         try:
-            self._save(s.slot, "context", tokens, s.size + s.tail, s.slot)
+            self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
         finally:
             with self.lock:
                 if life == self.book.life:
@@ -4276,7 +4474,7 @@ class Keeper:
 
     def _end_locked(self, lease: Lease) -> None:
         self.ended += 1
-        self._land_locked(lease)
+        self.mover.land_locked(lease)
         donor = lease.plan.donor
         if donor >= 0 and lease.life == self.book.life \
                 and self.book.slots[donor].busy == lease.ask:
@@ -4400,10 +4598,10 @@ class Keeper:
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
             "open": self.open_count(),
-            "counters": counters, "rates": rates, "shortcut": self.shortcut_on,
+            "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
                        "known_bytes": self.book.known_bytes,
-                       "text_bytes": self.texts.used},
+                       "text_bytes": self.prompter.texts.used},
             "recent": recent}
 
     def _shelf_document(self) -> dict:
@@ -4457,7 +4655,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 17. HTTP - framing, limits, deadlines: a server made of http.server.
+# 19. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -4858,7 +5056,7 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 18. GATEWAY - routes: bytes in and out, never decides.
+# 20. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, KEEPER, HTTP.
 #    offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
@@ -5325,7 +5523,7 @@ class Gateway:
             self.keeper.wait_ready(reply.tick)
             core = core_json(ask)
             try:
-                prompt = self.keeper.prepare(ask, core)
+                prompt = self.keeper.prompter.prepare(ask, core)
                 lease = self.keeper.acquire(ask, prompt, reply.tick)
                 self._dispatch(ask, core, lease, reply, many)
                 return
@@ -5342,10 +5540,10 @@ class Gateway:
                   many: int) -> None:
         keeper, up, status = self.keeper, None, "failed"
         try:
-            keeper.prepare_slot(lease, reply.tick)
+            keeper.mover.carry_out(lease, reply.tick)
             up = keeper.engine.open(_PATHS[ask.route],
                                     engine_json(ask, core, lease.slot))
-            keeper.remember(lease.prompt)
+            keeper.prompter.remember(lease.prompt)
             note = keeper.name_difference(
                 lease, lambda: core.decode("utf-8", "replace"))
             if note:
@@ -5513,7 +5711,7 @@ class Gateway:
 
 
 # ============================================================================
-# 19. INSTALL - get an engine and a starter model.
+# 21. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
 #    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
 #    OFFLINE_HINT.
@@ -5806,7 +6004,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 20. STACK - up, down, status: engine and daemon as one thing.
+# 22. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER, HTTP,
 #    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
 #    daemon_json, self_check, status_text.
@@ -5851,6 +6049,7 @@ class Daemon:
         self.plan = process_plan         # {"binary", "model", ...} of a managed engine
         self.engine = engine
         self.process: Optional[EngineProcess] = None
+        self.sole = process_plan is not None     # nobody else uses the engine
         self.stop_flag = threading.Event()
         self.lock_file: Any = None
         self.remedies: list = []         # flags without which this engine crashes
@@ -6001,7 +6200,7 @@ class Daemon:
         embedder = Engine(config.embed_engine, config.engine_key, edges) \
             if config.embed_engine else None
         shelf = self.where.shelf if self.plan is not None else config.shelf_dir
-        self.keeper = Keeper(self.engine, config, edges, self.plan is not None, ledger,
+        self.keeper = Keeper(self.engine, config, edges, self.sole, ledger,
                              embedder, shelf if self.lock_file else "",
                              self.where.file("shelf.db"))
         gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set)
@@ -6263,7 +6462,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 21. BENCH - toki's own cost, soak, and the everyday situations.
+# 23. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
 #    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
@@ -6426,20 +6625,54 @@ def _documents(w: _Workload) -> None:
                     + prose(500 + 10 * n + i, 12)}])
 
 
-def _cold_start(w: _Workload) -> None:
-    "four agents start at once with one new head"
-    head = {"role": "system", "content": prose(3, w.scale)}
-    threads = [threading.Thread(target=w.ask, args=([head, {
-        "role": "user", "content": f"Agent {i}: " + prose(600 + i, 30)}],))
-        for i in range(4)]
+def _at_once(acts: Sequence[Callable[[], Any]]) -> None:
+    threads = [threading.Thread(target=act) for act in acts]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
 
 
+def _cold_start(w: _Workload) -> None:
+    "four agents start at once with one new head"
+    head = {"role": "system", "content": prose(3, w.scale)}
+    _at_once([lambda i=i: w.ask([head, {
+        "role": "user", "content": f"Agent {i}: " + prose(600 + i, 30)}])
+        for i in range(4)])
+
+
+def _family(w: _Workload) -> None:
+    "a parent of three turns, from whose context four sub-agents start at once"
+    parent = [{"role": "system", "content": prose(4, w.scale)}]
+    for turn in range(3):
+        w.turns(parent, f"Step {turn}: " + prose(700 + turn, 60))
+    families = [list(parent) for _ in range(4)]
+    for turn in range(2):
+        _at_once([lambda i=i, h=h: w.turns(h, f"Sub-agent {i}, step {turn}: "
+                                           + prose(720 + 10 * turn + i, 40))
+                  for i, h in enumerate(families)])
+    w.turns(parent, "What did they find? " + prose(750, 40))
+
+
+def _nested(w: _Workload) -> None:
+    "eight agents at once whose heads share three nested levels, on four slots"
+    def level(seed: int) -> str:
+        return prose(seed, w.scale * 2 // 3) + "\n\n"
+    _at_once([lambda i=i: w.ask([
+        {"role": "system", "content": level(800) + level(801 + i // 4)
+         + level(810 + i // 2)},
+        {"role": "user", "content": f"Agent {i}: " + prose(820 + i, 30)}])
+        for i in range(8)])
+
+
+def _dozen(w: _Workload) -> None:
+    "twelve agents with one head, five turns each; on two slots with --slots 2"
+    _agents(w, 12, 5)
+
+
 SITUATIONS = {"interleaved": _interleaved, "pair": _pair, "sidekick": _sidekick,
-              "documents": _documents, "crowd": _crowd, "cold_start": _cold_start}
+              "documents": _documents, "crowd": _crowd, "cold_start": _cold_start,
+              "family": _family, "nested": _nested, "dozen": _dozen}
 
 
 def run_situation(name: str, rig: Rig, scale: int = 900) -> dict:
@@ -6506,8 +6739,8 @@ def front_rig(engine: Engine, where: Places, edges: Edges, config: Config,
     daemon = Daemon(config.but(port=0, engine="", shelf_dir=where.shelf), where, edges,
                     Engine(engine.url, engine.key, edges, engine.facts,
                            engine.swa_full))
+    daemon.sole = True
     daemon.start()
-    daemon.keeper.managed = True         # nobody else knows this engine
     daemon.keeper.up.wait(30)
 
     def close() -> None:
@@ -6790,7 +7023,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 22. DOCTOR - is everything fit, and if not, what to do.
+# 24. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -6887,7 +7120,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 23. COMMANDS - one function per subcommand, then main.
+# 25. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
