@@ -3507,7 +3507,7 @@ class ShelfRoom(Case):
         fake, d, c = self.rig()
         self.agents(fake, c, 3, 2)
         shelf = d.keeper.shelf
-        self.until(lambda: shelf._jobs.empty())
+        self.until(lambda: shelf.settle())
         used = max(d.keeper.book.snaps.values(), key=lambda s: s.uses)
         shelf.budget = used.n_bytes + 10
         self.until(lambda: d.keeper.save_idle() or True)
@@ -3558,7 +3558,7 @@ class ShelfRoom(Case):
     def test_files_hold_conversations_so_they_are_private(self):
         fake, d, c = self.rig()
         self.agents(fake, c, 2, 2)
-        self.until(lambda: d.keeper.shelf._jobs.empty())
+        self.until(lambda: d.keeper.shelf.settle())
         if os.name != "nt":
             self.assertEqual(os.stat(d.where.file("shelf.db")).st_mode & 0o077, 0)
 

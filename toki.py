@@ -26,21 +26,22 @@ values out), the rest touches the world, and only through the doors of EDGES.
     8  BOOK      what we believe the slots hold; changed only by events
     9  DECIDE    which slot, what is destroyed, and why
     10 GGUF      what a model file's header says about memory
-    11 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    12 MACHINE   where state lives; memory; who runs
-    13 ENGINE    one llama-server: talk, probe, start, watch, stop
-    14 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    15 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    16 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    17 MOVES     state from slot to shelf and back, under a lease
-    18 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    19 HTTP      framing, limits, deadlines: a server made of http.server
-    20 GATEWAY   routes: bytes in and out, never decides
-    21 INSTALL   get an engine and a starter model
-    22 STACK     up, down, status: engine and daemon as one thing
-    23 BENCH     toki's own cost, soak, and the everyday situations
-    24 DOCTOR    is everything fit, and if not, what to do
-    25 COMMANDS  one function per subcommand, then main
+    11 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    12 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    13 MACHINE   where state lives; memory; who runs
+    14 ENGINE    one llama-server: talk, probe, start, watch, stop
+    15 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    16 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    17 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    18 MOVES     state from slot to shelf and back, under a lease
+    19 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    20 HTTP      framing, limits, deadlines: a server made of http.server
+    21 GATEWAY   routes: bytes in and out, never decides
+    22 INSTALL   get an engine and a starter model
+    23 STACK     up, down, status: engine and daemon as one thing
+    24 BENCH     toki's own cost, soak, and the everyday situations
+    25 DOCTOR    is everything fit, and if not, what to do
+    26 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -1163,7 +1164,7 @@ def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> byte
 # 8. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
 #    Counters, Book, Dispatched, Progressed, Settled, Aborted, Reborn, Shelved,
-#    Unshelved, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates.
+#    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
@@ -1217,6 +1218,9 @@ class Snap(NamedTuple):
     uses: int = 0
     saved_ms: float = 0.0
     verified: bool = True    # its digest was checked in this life of toki
+    label: str = ""          # the name somebody saved it under
+    pinned: bool = False     # evicted last
+    disk: int = 0            # bytes it takes on disk: less when it is a delta
 
 
 class Hot(NamedTuple):
@@ -1262,6 +1266,14 @@ class Shelved(NamedTuple):
 
 class Unshelved(NamedTuple):
     id: int
+
+
+class Marked(NamedTuple):
+    "Somebody named or pinned a snapshot, or it takes another room on disk."
+    id: int
+    label: str
+    pinned: bool
+    disk: int
 
 
 class Restored(NamedTuple):
@@ -1344,6 +1356,8 @@ class Counters:
         "head_waits": "asks that waited for a head being computed",
         "gambles": "tails cut that were not expected to return",
         "gambles_lost": "... and did return",
+        "regrets": "asks for which another way was estimated to be cheaper afterwards",
+        "regret_ms": "... by so many milliseconds in all (~)",
         "cut_tokens": "tokens of live conversations given up for others",
     }
 
@@ -1529,6 +1543,11 @@ class Book:
     def _on_unshelved(self, e: Unshelved) -> None:
         if self.snaps.pop(e.id, None) is not None:
             self.trie.drop(("snap", e.id))
+
+    def _on_marked(self, e: Marked) -> None:
+        if e.id in self.snaps:
+            self.snaps[e.id] = self.snaps[e.id]._replace(
+                label=e.label, pinned=e.pinned, disk=e.disk)
 
     def _on_restored(self, e: Restored) -> None:
         snap, s = self.snaps[e.id], self.slots[e.slot]
@@ -1764,6 +1783,8 @@ def usable(ability: Ability, o: Option, n: int) -> int:
         # All that the slot holds must come again, and one token more.
         return match if match == size and not tail else mark
     if ability.kind == "window":
+        if match < o.slot.restored:      # its cells are not there
+            return 0
         return match if size + tail - match <= ability.slack else mark
     return match
 
@@ -1785,13 +1806,15 @@ def usable_snap(ability: Ability, snap: Snap, match: int, n: int) -> int:
     if ability.full_window:              # cut elsewhere it is thrown away, or wrong
         return match if match >= snap.held - 1 else 0
     if ability.kind == "append-only":
-        return match if match == snap.held and n > match else 0
-    return match if ability.kind == "rewindable" else 0
+        return match if match == snap.held else 0
+    if ability.kind == "window":         # given the cell that the engine misses
+        return match if match == snap.held > ability.window else 0
+    return match
 
 
 def must_extend(ability: Ability) -> bool:
     "Must an ask extend all of a snapshot, to the token?"
-    return ability.full_window or ability.kind == "append-only"
+    return ability.full_window or ability.kind != "rewindable"
 
 
 def estimate_ms(rates: Rates, s: Slot) -> Optional[float]:
@@ -1966,7 +1989,8 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
                 and incomplete(ability, o.slot, min(o.match, n - 1)),
                 heads, _turn_end(ability, request, prompt, best, heads, options),
                 _why(request, n, best, bids), best.own_ms,
-                min((b.own_ms for b in bids if b is not best), default=best.own_ms))
+                min((b.own_ms for b in bids if b is not best), default=0.0)
+                if rates.prefill_ms is not None else 0.0)
 
 
 def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
@@ -2298,13 +2322,424 @@ def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
         window, _kv_bytes(pairs), "tokenizer.chat_template" in pairs, size)
 
 
+# ============================================================================
+# 11. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+#    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
+#    join_delta, widen_window.  pure but for the open files it is given.
+#
+#    llama-server (seen: b11434) writes a slot with POST /slots/N?action=save as
+#
+#        "qsgg", u32 version 4, u32 words, words x u32           state_seq_save_file
+#            words = 0xFFFFFFFF, 1, n, n token ids, 0 pictures  server_tokens::serialize
+#        KV caches, one after another                      llama_kv_cache::state_write
+#            u32 streams; for each: u32 cells, and unless that is 0
+#                for each cell: i32 position, u32 1, [i32 y, x, token], i32 slot
+#                u32 V transposed, u32 layers, u32 K rotation, u32 V rotation
+#                for each layer: i32 ggml type, u64 bytes a row, a K row for each cell
+#                for each layer, unless the model has no V: the same for V
+#        a recurrent state, where there is one      llama_memory_recurrent::state_write
+#            u32 1 cell, i32 position, u32 0, u32 0, u32 layers, then type, size, row
+#
+#    A cache of a sliding window is written after the one of the other layers and holds
+#    the last `window` cells only.  Cells stand as they lie in memory, which is the
+#    order of the tokens unless the context was shifted, a chunk was moved or slots
+#    share one cache; the positions say which, and a file in another order is not read.
+#
+#    All numbers are little-endian, all sizes bytes.  Files are opened by the caller, in
+#    binary, and can seek.  What is not known is None or False, never an exception; only
+#    the disk raises (OSError).
+# ============================================================================
+_PIECE = 1 << 20                      # bytes in memory at a time
+_SLOT_HEAD = b"qsgg" + struct.pack("<I", 4)
+# ggml type -> bytes of its block; the types that --cache-type-k/-v take (ggml.h)
+_BLOCKS = {0: 4, 1: 2, 2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 20: 18, 30: 2}
+_STREAMS, _LAYERS, _CACHES = 256, 1024, 4    # more is not believed (LLAMA_MAX_SEQ)
+
+
+class _Plain(NamedTuple):
+    "Bytes without rows: headers, windowed caches, recurrent states."
+    offset: int
+    length: int
+
+
+class _Rows(NamedTuple):
+    "A matrix of one row for each saved token, row i for token i."
+    offset: int
+    row_bytes: int
+    n_rows: int
+
+    @property
+    def length(self) -> int:
+        return self.row_bytes * self.n_rows
+
+
+class _Cache(NamedTuple):
+    "The cells of one KV cache: the last `cells` tokens of the slot."
+    count_at: int                    # where the file says how many cells
+    cells: int
+    meta_at: int
+    meta_bytes: int                  # a cell: 12, or 24 with 2D positions (M-RoPE)
+    matrices: tuple                  # (offset, bytes a row) of each K, then each V
+    end: int
+
+
+class Layout(NamedTuple):
+    n_tokens: int
+    tokens_at: int
+    caches: tuple
+    parts: tuple                     # _Plain and _Rows; together the whole file
+
+
+class _Odd(Exception):
+    "This is not laid out as described above."
+
+
+def slot_file_tokens(start: bytes) -> Optional[Tokens]:
+    """The token ids at the beginning of a slot file, None for an unknown format.
+
+    llama.cpp's GGSQ version 4: magic, version, words of payload, then marker -1,
+    payload version 1, count, the ids, media chunks (state_seq_save_file).
+    """
+    if len(start) < 24 or start[:4] != b"qsgg" or sys.byteorder != "little":
+        return None
+    version, words, marker, inner, count = struct.unpack("<5I", start[4:24])
+    if (version, marker, inner) != (4, 0xFFFFFFFF, 1) or count + 4 > words \
+            or len(start) < 24 + 4 * count + 4:
+        return None
+    if start[24 + 4 * count:28 + 4 * count] != b"\0\0\0\0":
+        return None                      # pictures in between
+    return array("I", start[24:24 + 4 * count])
+
+
+# ---- reading -------------------------------------------------------------------
+class _SlotSource:
+    "Bounds-checked reads of a file of `size` bytes."
+
+    def __init__(self, file: Any, size: int):
+        self.file, self.size = file, size
+
+    def read(self, at: int, n: int) -> bytes:
+        if at + n > self.size:
+            raise _Odd
+        self.file.seek(at)
+        raw = self.file.read(n)
+        if len(raw) != n:
+            raise _Odd
+        return raw
+
+    def words(self, at: int, n: int) -> array:
+        words = array("I")
+        words.frombytes(self.read(at, 4 * n))
+        return words
+
+
+def read_layout(file: Any, size: int) -> Optional[Layout]:
+    "Where things are in a slot file; K and V rows are skipped, not read."
+    source = _SlotSource(file, size)
+    try:
+        if sys.byteorder != "little" or source.read(0, 8) != _SLOT_HEAD:
+            return None
+        words, marker, inner, n = source.words(8, 4)
+        if not n or (words, marker, inner) != (n + 4, 0xFFFFFFFF, 1) \
+                or source.words(24 + 4 * n, 1)[0]:
+            return None              # empty, with pictures, or something else
+        caches = _slot_caches(source, 28 + 4 * n, n, _CACHES)
+    except _Odd:
+        return None
+    return Layout(n, 24, tuple(caches), tuple(_slot_parts(caches, n, size)))
+
+
+def _slot_caches(source: _SlotSource, at: int, n: int, depth: int) -> list:
+    """The KV caches from `at` on; they and a recurrent state fill the file.
+
+    Nothing says whether cells have 2D positions or V exists: what leads to the exact
+    end of the file is right.
+    """
+    if at == source.size:
+        return []
+    with contextlib.suppress(_Odd):
+        _check_recurrent(source, at, n)
+        return []
+    for meta_bytes in (12, 24) if depth else ():
+        for kinds in (2, 1):         # K and V, K alone (latent attention)
+            with contextlib.suppress(_Odd):
+                cache = _slot_cache(source, at, n, meta_bytes, kinds)
+                return [cache] + _slot_caches(source, cache.end, n, depth - 1)
+    raise _Odd
+
+
+def _slot_cache(source: _SlotSource, at: int, n: int, meta_bytes: int,
+                kinds: int) -> _Cache:
+    streams = source.words(at, 1)[0]
+    if not 1 <= streams <= _STREAMS:
+        raise _Odd
+    counts = source.words(at + 4, min(streams, (source.size - at - 4) // 4))
+    before = next((i for i, count in enumerate(counts) if count), streams)
+    if before == streams or counts[before] > n:
+        raise _Odd
+    count_at, cells = at + 4 + 4 * before, counts[before]
+    meta_at = count_at + 4
+    _check_cells(source.words(meta_at, cells * meta_bytes // 4), meta_bytes // 4, n)
+    at = meta_at + cells * meta_bytes
+    transposed, layers = source.words(at, 2)
+    if transposed or layers > _LAYERS:
+        raise _Odd                   # without flash attention a V row is a column
+    matrices, at = _matrices(source, at + 16, cells, kinds * layers)
+    after = streams - before - 1     # a slot lives in one stream
+    if any(source.words(at, after)):
+        raise _Odd
+    return _Cache(count_at, cells, meta_at, meta_bytes, matrices, at + 4 * after)
+
+
+def _check_cells(meta: array, step: int, n: int) -> None:
+    "All n positions in order, or the last ones in any order (a window goes round)."
+    positions, cells = meta[::step], len(meta) // step
+    if cells < n:
+        positions = array("I", sorted(positions))
+    if positions != array("I", range(n - cells, n)) \
+            or meta[1::step] != array("I", [1]) * cells:
+        raise _Odd
+
+
+def _matrices(source: _SlotSource, at: int, cells: int, count: int) -> tuple:
+    "((offset, bytes a row), ...) of `count` matrices, and where they end."
+    found = []
+    for _ in range(count):
+        kind, row = struct.unpack("<iQ", source.read(at, 12))
+        if kind not in _BLOCKS or row % _BLOCKS[kind]:
+            raise _Odd
+        if row:                      # a layer without attention has rows of nothing
+            found.append((at + 12, row))
+        at += 12 + cells * row
+    if at > source.size:
+        raise _Odd
+    return tuple(found), at
+
+
+def _check_recurrent(source: _SlotSource, at: int, n: int) -> None:
+    "One cell, its state after token n - 1, and nothing behind it."
+    cells, position, slots, transposed, layers = source.words(at, 5)
+    if (cells, position, slots, transposed) != (1, n - 1, 0, 0) or layers > _LAYERS:
+        raise _Odd
+    at += 20
+    for _ in range(2 * layers):
+        if at < source.size:
+            at = _matrices(source, at, 1, 1)[1]
+    if at != source.size:
+        raise _Odd
+
+
+def _slot_parts(caches: list, n: int, size: int) -> Iterable:
+    rows = [_Rows(24, 4, n)]
+    for cache in caches:
+        if cache.cells == n:
+            rows.append(_Rows(cache.meta_at, cache.meta_bytes, n))
+            rows += [_Rows(offset, row, n) for offset, row in cache.matrices]
+    at = 0
+    for part in rows:
+        if part.offset > at:
+            yield _Plain(at, part.offset - at)
+        yield part
+        at = part.offset + part.length
+    if at < size:
+        yield _Plain(at, size - at)
+
+
+# ---- deltas ----------------------------------------------------------------------
+# "tokd", u32 1, u64 bytes of the child, 16 bytes blake2b of the child, u64 bytes of
+# the parent, u32 steps; each step u64 offset in the parent (or _OWN), u64 bytes; then
+# the child's own bytes, one after another.
+_DELTA = struct.Struct("<4sIQ16sQI")
+_STEP = struct.Struct("<QQ")
+_OWN = (1 << 64) - 1
+_STEPS = 1 << 16                     # more is not believed
+
+
+def split_delta(child: Any, parent: Any, out: Any) -> Optional[int]:
+    """Write `child` as a delta on `parent`; its bytes, None if nothing is shared.
+
+    Shared are the first rows of each matrix that are the same bytes in both, up to the
+    first token that differs: equal tokens computed in other batches differ in bits.
+    """
+    size, parent_size = _file_size(child), _file_size(parent)
+    layout, base = read_layout(child, size), read_layout(parent, parent_size)
+    if layout is None or base is None:
+        return None
+    steps = list(_steps(child, parent, layout, base))
+    if len(steps) == 1:
+        return None
+    return _write_delta(child, out, size, parent_size, steps)
+
+
+def _steps(child: Any, parent: Any, layout: Layout, base: Layout) -> Iterable:
+    "(offset in the parent or _OWN, bytes) from the child's beginning to its end."
+    likes = iter([part for part in base.parts if isinstance(part, _Rows)])
+    most, own = min(layout.n_tokens, base.n_tokens), 0
+    for part in layout.parts:
+        shared = 0
+        like = next(likes, None) if isinstance(part, _Rows) else None
+        if like is not None and like.row_bytes == part.row_bytes:
+            same = _same_rows(child, parent, part, like, most)
+            shared = same * part.row_bytes
+            if part.offset == layout.tokens_at:
+                most = same          # the tokens come first, and bound the rest
+        if shared:
+            if own:
+                yield _OWN, own
+            own = 0
+            yield like.offset, shared
+        own += part.length - shared
+    if own:
+        yield _OWN, own
+
+
+def _same_rows(child: Any, parent: Any, part: _Rows, like: _Rows,
+               most: int) -> int:
+    "How many of the first `most` rows hold the same bytes."
+    at, end = 0, most * part.row_bytes
+    while at < end:
+        child.seek(part.offset + at)
+        parent.seek(like.offset + at)
+        ours = child.read(min(_PIECE, end - at))
+        theirs = parent.read(len(ours))
+        if ours != theirs or not ours:
+            return (at + _equal_bytes(ours, theirs)) // part.row_bytes
+        at += len(ours)
+    return most
+
+
+def _equal_bytes(a: bytes, b: bytes) -> int:
+    "How many bytes two pieces have in common from their start."
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _write_delta(child: Any, out: Any, size: int, parent_size: int,
+                 steps: list) -> int:
+    start = out.tell()
+    out.write(bytes(_DELTA.size))    # the digest is known at the end
+    for step in steps:
+        out.write(_STEP.pack(*step))
+    digest = _new_digest()
+    child.seek(0)
+    for source, n in steps:
+        _copy_bytes(child, out if source == _OWN else None, n, digest)
+    end = out.tell()
+    out.seek(start)
+    out.write(_DELTA.pack(b"tokd", 1, size, digest.digest(), parent_size, len(steps)))
+    out.seek(end)
+    return end - start
+
+
+def join_delta(delta: Any, parent: Any, out: Any) -> bool:
+    """Write the child of a delta; True when its digest says it is the child.
+
+    False: a damaged delta or another parent, and what was written is of no use.
+    """
+    head = delta.read(_DELTA.size)
+    if len(head) != _DELTA.size:
+        return False
+    magic, version, size, wanted, parent_size, count = _DELTA.unpack(head)
+    if (magic, version) != (b"tokd", 1) or count > _STEPS \
+            or parent_size != _file_size(parent):
+        return False
+    raw = delta.read(count * _STEP.size)
+    if len(raw) != count * _STEP.size:
+        return False
+    steps = list(_STEP.iter_unpack(raw))
+    if sum(n for _, n in steps) != size:
+        return False
+    digest = _new_digest()
+    for source, n in steps:
+        if source != _OWN:
+            if source + n > parent_size:
+                return False
+            parent.seek(source)
+        if not _copy_bytes(delta if source == _OWN else parent, out, n, digest):
+            return False
+    return digest.digest() == wanted
+
+
+# ---- windows -----------------------------------------------------------------------
+def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
+    """Copy a slot file with `cells` dummy cells before each window; False: not done.
+
+    llama-server without --swa-full saves the last `window` cells of a windowed layer
+    and after a restore wants one more, or it recomputes everything.  The dummies have
+    the positions before the smallest saved one and zero K and V; every later query is
+    further than `window` from them, so nothing sees them.  With 2 the same prompt
+    again counts too; 3 would be wrong.  Files whose tokens all fit in the window
+    cannot be helped.
+    """
+    size = _file_size(src)
+    layout = read_layout(src, size)
+    windows = [] if layout is None else [
+        c for c in layout.caches if c.cells < layout.n_tokens]
+    if not windows or any(layout.n_tokens - c.cells < cells for c in windows):
+        return False
+    at = 0
+    for offset, new, instead_of in _widenings(src, layout.n_tokens, windows, cells):
+        src.seek(at)
+        _copy_bytes(src, out, offset - at)
+        out.write(new)
+        at = offset + instead_of
+    src.seek(at)
+    return _copy_bytes(src, out, size - at)
+
+
+def _widenings(src: Any, n: int, windows: list, cells: int) -> Iterable:
+    "(offset, new bytes, how many old bytes they replace), in the order of the file."
+    for cache in windows:
+        yield cache.count_at, struct.pack("<I", cache.cells + cells), 4
+        src.seek(cache.meta_at)
+        cell, first = array("i", src.read(cache.meta_bytes)), n - cache.cells
+        dummies = b""
+        for position in range(first - cells, first):
+            cell[0] = position
+            if len(cell) > 3:
+                cell[2] = cell[3] = position
+            dummies += cell.tobytes()
+        yield cache.meta_at, dummies, 0
+        for offset, row in cache.matrices:
+            yield offset, bytes(cells * row), 0
+
+
+# ---- bytes --------------------------------------------------------------------------
+def _new_digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _file_size(file: Any) -> int:
+    return file.seek(0, io.SEEK_END)
+
+
+def _copy_bytes(src: Any, out: Optional[Any], n: int, digest: Any = None) -> bool:
+    "Move n bytes on, to `out` and into the digest; False when there are fewer."
+    while n > 0:
+        data = src.read(min(_PIECE, n))
+        if not data:
+            return False
+        if digest is not None:
+            digest.update(data)
+        if out is not None:
+            out.write(data)
+        n -= len(data)
+    return True
+
+
 # ---------------------------------------------------------------------------
 # Above: pure.  Below: the world.
 # ---------------------------------------------------------------------------
 
 
 # ============================================================================
-# 11. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 12. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term.
 # ============================================================================
 log = logging.getLogger("toki")
@@ -2360,6 +2795,22 @@ class Disk:
                 f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
+            os.replace(temp, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
+            raise
+
+    @contextlib.contextmanager
+    def replacing(self, path: str) -> Any:
+        """A file to be written that takes the place of `path` when the block ends well,
+        and leaves nothing when it does not."""
+        temp = f"{os.path.splitext(path)[0]}.tmp"
+        fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC
+                     | getattr(os, "O_BINARY", 0), 0o600)
+        try:
+            with os.fdopen(fd, "w+b") as f:
+                yield f
             os.replace(temp, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -2605,7 +3056,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 12. MACHINE - where state lives; memory; who runs.
+# 13. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
 #    local_token, start_logging, cpu_count.
 # ============================================================================
@@ -2709,7 +3160,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 13. ENGINE - one llama-server: talk, probe, start, watch, stop.
+# 14. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, SETTINGS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
 #    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context,
 #    crash_remedy.
@@ -3191,17 +3642,18 @@ class EngineProcess:
 
 
 # ============================================================================
-# 14. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+# 15. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
 #    uses: WORDS, EDGES.  offers: Ledger, LEDGER_SCHEMA.
 #
 #    One thread owns the database; asks hand it rows and never wait.
 # ============================================================================
-LEDGER_SCHEMA = 1
+LEDGER_SCHEMA = 2
 _LEDGER_ROWS = 100_000
 _COLUMNS = ("ask", "at", "life", "route", "model", "client", "conversation", "klass",
             "mode", "slot", "source", "kind", "prompt_tokens", "reused_tokens",
             "expected_tokens", "computed_tokens", "generated_tokens", "queued_ms",
-            "ttft_ms", "total_ms", "status", "why")
+            "ttft_ms", "total_ms", "status", "why", "regret_ms", "saved_bytes",
+            "restored_bytes")
 
 
 class Ledger:
@@ -3231,6 +3683,10 @@ class Ledger:
             raise TokiError(f"the ledger is of a newer toki (schema {version})",
                             "move it away or update toki")
         db.execute("CREATE TABLE IF NOT EXISTS asks (" + ", ".join(_COLUMNS) + ")")
+        there = {row[1] for row in db.execute("PRAGMA table_info(asks)")}
+        for column in _COLUMNS:
+            if column not in there:
+                db.execute(f"ALTER TABLE asks ADD COLUMN {column}")
         db.execute(f"PRAGMA user_version = {LEDGER_SCHEMA}")
         return db
 
@@ -3247,8 +3703,9 @@ class Ledger:
             try:
                 db = db or self._open()
                 with db:
-                    db.executemany("INSERT INTO asks VALUES (" + ",".join(
-                        "?" * len(_COLUMNS)) + ")", rows)
+                    db.executemany(
+                        f"INSERT INTO asks ({', '.join(_COLUMNS)}) VALUES ("
+                        + ",".join("?" * len(_COLUMNS)) + ")", rows)
                     if rows and (rows[-1][0] or 0) % 1000 == 0:
                         db.execute("DELETE FROM asks WHERE rowid <= (SELECT max(rowid) "
                                    "FROM asks) - ?", (_LEDGER_ROWS,))
@@ -3263,64 +3720,69 @@ class Ledger:
 
 
 # ============================================================================
-# 15. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
-#    uses: WORDS, TOKENS, BOOK, EDGES.  offers: Shelf, SHELF_SCHEMA,
-#    slot_file_tokens.
+# 16. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+#    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
 #    thread owns the index, the digests and eviction, and never makes an ask wait.
 #    A file is  <namespace>-<id>.kv ; what its name does not say the index knows.
+#    When nothing else is to do, the librarian puts a file whose beginning another one
+#    holds byte for byte into a delta on that one (.kvd): ten conversations with one
+#    head cost its bytes once.  A delta is joined again for each restore.
 # ============================================================================
-SHELF_SCHEMA = 1
-_SNAP_NAME = re.compile(r"^([0-9a-f]{12})-([0-9a-f]{1,12})\.kv$")
+SHELF_SCHEMA = 2
+_SNAP_NAME = re.compile(r"^([0-9a-f]{12})-([0-9a-f]{1,12})\.(kv|kvd|tmp)$")
+_SHARE_LEAST = 4 * BLOCK     # tokens that a delta must share, and a quarter of all
+_ROW = ("id", "name", "sort", "size", "held", "n_bytes", "at", "uses", "saved_ms",
+        "label", "pinned", "disk")
+_DAYS_KEPT = 30
 
 
-def slot_file_tokens(start: bytes) -> Optional[Tokens]:
-    """The token ids at the beginning of a slot file, None for an unknown format.
-
-    llama.cpp's GGSQ version 4: magic, version, words of payload, then marker -1,
-    payload version 1, count, the ids, media chunks (state_seq_save_file).
-    """
-    if len(start) < 24 or start[:4] != b"qsgg" or sys.byteorder != "little":
-        return None
-    version, words, marker, inner, count = struct.unpack("<5I", start[4:24])
-    if (version, marker, inner) != (4, 0xFFFFFFFF, 1) or count + 4 > words \
-            or len(start) < 24 + 4 * count + 4:
-        return None
-    if start[24 + 4 * count:28 + 4 * count] != b"\0\0\0\0":
-        return None                      # pictures in between
-    return array("I", start[24:24 + 4 * count])
+class Day(NamedTuple):
+    "What was moved on one day (UTC)."
+    saves: int = 0
+    saved_bytes: int = 0
+    restores: int = 0
+    restored_bytes: int = 0
 
 
 class Shelf:
     """The snapshots of one namespace in one folder.
 
-    `gone(ids)` is called from the librarian when snapshots were evicted.  A folder
-    that toki cannot read (an attached engine's) goes without digests and sizes.
+    `tell(event)` hands the book what changed here: Unshelved, Marked.  `write_limit`
+    bounds the bytes saved a day (0: no bound).  A folder that toki cannot read (an
+    attached engine's) goes without digests, sizes and deltas.
     """
 
     def __init__(self, folder: str, index: str, namespace: str, budget: int,
-                 edges: Edges, gone: Callable[[list], None]):
+                 edges: Edges, tell: Callable[[Any], None], write_limit: int = 0):
         self.folder, self.index, self.namespace = folder, index, namespace
-        self.budget, self.edges, self.gone = budget, edges, gone
+        self.budget, self.edges, self.tell = budget, edges, tell
+        self.write_limit = write_limit
         self.readable = edges.disk.exists(folder)
         self.trouble = ""                # why the shelf is off, in a sentence
-        self.used = 0
-        self._digests: dict = {}         # id -> digest of the file
+        self.used = 0                    # bytes on disk
+        self.days: dict = {}             # "2026-11-30" -> Day
+        self._digests: dict = {}         # id -> digest of the plain file
         self._next = int(edges.clock.wall() * 1000)
         self._jobs: queue.Queue = queue.Queue()
-        self._pinned: dict = {}          # id -> restores under way
-        self._pin_lock = threading.Lock()
+        self._lock = threading.Lock()    # guards the four below and `days`
+        self._in_use: dict = {}          # id -> restores under way
+        self._snaps: dict = {}           # id -> Snap, `disk` up to date
+        self._tokens: dict = {}          # id -> its tokens (the book's own arrays)
+        self._deltas: dict = {}          # id -> id of the snapshot it is a delta on
+        self._join_lock = threading.Lock()
+        self._alone: set = set()         # ids for which no delta is worth while
         self._clock_value = 0.0          # GreedyDual's inflation
         self._values: dict = {}
-        self._sizes: dict = {}
+        self._warned: set = set()
         self._thread = threading.Thread(target=self._run, name="toki-librarian",
                                         daemon=True)
 
     # ---- names and checks, from any thread ----------------------------------
     def new_name(self) -> tuple:
         "(id, file name) for the next snapshot."
-        with self._pin_lock:
+        with self._lock:
             self._next += 1
             return self._next, f"{self.namespace}-{self._next:x}.kv"
 
@@ -3328,23 +3790,49 @@ class Shelf:
         return os.path.join(self.folder, name)
 
     def fit(self, snap: Snap) -> str:
-        """'' when a snapshot may be restored, else what is wrong with its file.
+        """'' when a snapshot may be restored (its plain file is there now), else what
+        is wrong with it.
 
         An engine dies of a file that was cut short, so the size is checked always and
         the digest once in each life of toki.
         """
         if not self.readable:
             return ""
+        with self._lock:
+            delta = snap.id in self._deltas
+        if delta:
+            return self._join(snap)
         try:
             size = self.edges.disk.size(self.path(snap.name))
         except OSError:
             return "the file is gone"
         if size != snap.n_bytes:
             return f"the file has {size} bytes instead of {snap.n_bytes}"
-        if not snap.verified:
-            digest = self._digest(snap.name)
-            if digest != self._digests.get(snap.id):
-                return "the file's digest has changed"
+        if not snap.verified and self.digest(snap.name) != self._digests.get(snap.id):
+            return "the file's digest has changed"
+        return ""
+
+    def _join(self, snap: Snap) -> str:
+        "Make the plain file of a delta; what is wrong, '' when it is there."
+        disk, plain = self.edges.disk, self.path(snap.name)
+        with self._join_lock:
+            with contextlib.suppress(OSError):
+                if disk.size(plain) == snap.n_bytes:
+                    return ""            # for another restore that is still under way
+            with self._lock:
+                parent = self._snaps.get(self._deltas.get(snap.id))
+            try:
+                if parent is None or disk.size(self.path(parent.name)) \
+                        != parent.n_bytes:
+                    return "the file it is a delta on is gone"
+                with disk.open_binary(plain + "d") as delta, disk.open_binary(
+                        self.path(parent.name)) as base, disk.replacing(plain) as out:
+                    if not join_delta(delta, base, out):
+                        raise ValueError
+            except OSError as error:
+                return f"its delta cannot be joined: {error.strerror or error}"
+            except ValueError:
+                return "its delta is damaged"
         return ""
 
     def tokens_in(self, name: str, n_tokens: int) -> Optional[Tokens]:
@@ -3357,7 +3845,20 @@ class Shelf:
         except OSError:
             return None
 
-    def _digest(self, name: str) -> str:
+    def widen(self, name: str) -> int:
+        """Give a windowed file the one cell without which it counts for nothing; its
+        new size, 0 when it cannot be helped."""
+        disk, path = self.edges.disk, self.path(name)
+        try:
+            with disk.open_binary(path) as src, disk.replacing(path) as out:
+                if not widen_window(src, out):
+                    raise ValueError
+            return disk.size(path)
+        except (OSError, ValueError):
+            return 0
+
+    def digest(self, name: str) -> str:
+        "blake2b of a file's bytes; '' when it cannot be read."
         h = hashlib.blake2b(digest_size=16)
         try:
             with self.edges.disk.open_binary(self.path(name)) as f:
@@ -3369,31 +3870,74 @@ class Shelf:
         except OSError:
             return ""
 
-    def pin(self, snap_id: int) -> None:
-        "A restore is under way: the file must not be evicted."
-        with self._pin_lock:
-            self._pinned[snap_id] = self._pinned.get(snap_id, 0) + 1
+    def expected_digest(self, snap_id: int) -> str:
+        return self._digests.get(snap_id, "")
 
-    def unpin(self, snap_id: int) -> None:
-        with self._pin_lock:
-            self._pinned[snap_id] -= 1
-            if not self._pinned[snap_id]:
-                del self._pinned[snap_id]
+    def use(self, snap_id: int) -> None:
+        "A restore is under way: the file must stay."
+        with self._lock:
+            self._in_use[snap_id] = self._in_use.get(snap_id, 0) + 1
+
+    def done(self, snap_id: int) -> None:
+        with self._lock:
+            self._in_use[snap_id] -= 1
+            if self._in_use[snap_id]:
+                return
+            del self._in_use[snap_id]
+            joined = self._snaps.get(snap_id) if snap_id in self._deltas else None
+        if joined is not None:
+            with contextlib.suppress(OSError):
+                self.edges.disk.remove(self.path(joined.name))
+
+    def may_write(self) -> bool:
+        "False once today's write budget is spent (said once a day)."
+        today = time_text(self.edges.clock.wall())[:10]
+        with self._lock:
+            spent = self.days.get(today, Day()).saved_bytes
+        if not self.write_limit or spent < self.write_limit:
+            return True
+        self._warn(today, f"{fmt_bytes(spent)} were saved today, the limit is "
+                   f"{fmt_bytes(self.write_limit)}: only named snapshots are written")
+        return False
+
+    def moved(self, saved: int = 0, restored: int = 0) -> None:
+        "Count bytes written by a save or read by a restore, by day."
+        today = time_text(self.edges.clock.wall())[:10]
+        with self._lock:
+            day = self.days.get(today, Day())
+            day = self.days[today] = Day(
+                day.saves + bool(saved), day.saved_bytes + saved,
+                day.restores + bool(restored), day.restored_bytes + restored)
+        self._jobs.put(("day", today, day))
 
     def added(self, snap: Snap, tokens: Tokens) -> None:
-        self._jobs.put(("add", snap, tokens.tobytes()))
+        self._jobs.put(("add", snap, tokens))
 
     def touched(self, snap_id: int, saved_ms: float) -> None:
         self._jobs.put(("touch", snap_id, saved_ms))
 
+    def mark(self, snap_id: int, label: str, pinned: bool) -> None:
+        self._jobs.put(("mark", snap_id, (label, pinned)))
+
     def remove(self, snap_id: int, name: str) -> None:
         self._jobs.put(("remove", snap_id, name))
+
+    def settle(self, patience_s: float = 10) -> bool:
+        "Wait until the librarian has done what it was told so far."
+        done = threading.Event()
+        self._jobs.put(("call", 0, done.set))
+        return done.wait(patience_s)
 
     def close(self) -> None:
         "Index what was saved, at most for a few seconds."
         if self._thread.is_alive():
             self._jobs.put(("end", 0, None))
             self._thread.join(10)
+
+    def _warn(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("%s", text)
 
     # ---- the librarian --------------------------------------------------------
     def open(self) -> list:
@@ -3402,43 +3946,57 @@ class Shelf:
         Files without a row and rows without a file (or with another size) are removed;
         an index that cannot be read is begun anew.
         """
-        rows = []
+        rows: list = []
         try:
             db = self._database()
             rows = db.execute(
-                "SELECT id, name, sort, size, held, bytes, at, uses, saved_ms, digest, "
-                "tokens FROM snaps WHERE namespace = ?", (self.namespace,)).fetchall()
+                f"SELECT {', '.join(_ROW)}, digest, tokens, parent FROM snaps "
+                "WHERE namespace = ?", (self.namespace,)).fetchall()
+            self.days = {day: Day(*rest) for day, *rest in db.execute(
+                "SELECT * FROM days ORDER BY day DESC LIMIT ?", (_DAYS_KEPT,))}
             db.close()
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, TypeError) as error:
             log.warning("the shelf's index cannot be used (%s); begun anew", error)
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(OSError):
                     self.edges.disk.remove(self.index + suffix)
-        found, dead = [], []
-        for row in rows:
-            snap = Snap(*row[:9], verified=False)
-            try:
-                whole = not self.readable or \
-                    self.edges.disk.size(self.path(snap.name)) == snap.n_bytes
-            except OSError:
-                whole = False
-            if not whole:
+        dead = []
+        for row in sorted(rows, key=lambda r: bool(r[-1])):      # parents first
+            snap = Snap(**dict(zip(_ROW, row)), verified=False)
+            snap = snap._replace(pinned=bool(snap.pinned))
+            digest, raw, parent = row[len(_ROW):]
+            if not self._whole(snap, parent):
                 dead.append((snap.id, snap.name))
                 continue
             tokens = array("I")
-            tokens.frombytes(row[10])
-            self._digests[snap.id] = row[9] or ""
-            self._account(snap)
+            tokens.frombytes(raw)
+            self._digests[snap.id] = digest or ""
+            if parent:
+                self._deltas[snap.id] = parent
+            self._account(snap, tokens)
             self._next = max(self._next, snap.id)
-            found.append((snap, tokens))
-        self._sweep({s.name for s, _ in found})
+        self._sweep()
         self._thread.start()
         for snap_id, name in dead:
             self.remove(snap_id, name)
-        return found
+        return [(s, self._tokens[i]) for i, s in self._snaps.items()]
 
-    def _sweep(self, known: set) -> None:
+    def _whole(self, snap: Snap, parent: int) -> bool:
+        "Is the file of a row there, in its full size?"
+        if not self.readable:
+            return True
+        try:
+            if parent:
+                return parent in self._snaps and \
+                    self.edges.disk.size(self.path(snap.name) + "d") == snap.disk
+            return self.edges.disk.size(self.path(snap.name)) == snap.n_bytes
+        except OSError:
+            return False
+
+    def _sweep(self) -> None:
         "Files of this namespace that no row knows: torn saves of an earlier life."
+        known = {s.name + ("d" if i in self._deltas else "")
+                 for i, s in self._snaps.items()}
         for name in self.edges.disk.listing(self.folder) if self.readable else ():
             found = _SNAP_NAME.match(name)
             if found and found.group(1) == self.namespace and name not in known:
@@ -3452,84 +4010,190 @@ class Shelf:
             db.close()
             raise sqlite3.DatabaseError(f"schema {version}, {SHELF_SCHEMA} expected")
         db.execute("CREATE TABLE IF NOT EXISTS snaps (id INTEGER PRIMARY KEY, "
-                   "namespace, name, sort, size, held, bytes, at, uses, saved_ms, "
-                   "digest, tokens)")
+                   "namespace, name, sort, size, held, n_bytes, at, uses, saved_ms, "
+                   "label, pinned, disk, parent, digest, tokens)")
+        db.execute("CREATE TABLE IF NOT EXISTS days (day TEXT PRIMARY KEY, saves, "
+                   "saved_bytes, restores, restored_bytes)")
         db.execute(f"PRAGMA user_version = {SHELF_SCHEMA}")
         return db
 
-    def _account(self, snap: Snap) -> None:
-        self.used += snap.n_bytes
-        self._sizes[snap.id] = (snap.n_bytes, snap.name)
+    def _account(self, snap: Snap, tokens: Tokens) -> None:
+        with self._lock:
+            self._snaps[snap.id], self._tokens[snap.id] = snap, tokens
+        self.used += snap.disk
         # GreedyDual-Size-Frequency: uses and saved time a byte, above the clock.
         self._values[snap.id] = self._clock_value + (1 + snap.uses) * (
-            1.0 + snap.saved_ms) / max(1, snap.n_bytes)
+            1.0 + snap.saved_ms) / max(1, snap.disk)
 
     def _run(self) -> None:
-        db, warned = None, False
+        db = None
         while True:
-            job, key, value = self._jobs.get()
+            try:
+                job, key, value = self._jobs.get(timeout=1.0)
+            except queue.Empty:
+                job, key, value = "share", 0, None
             try:
                 db = db or self._database()
                 if job == "end":
                     break
                 with db:
-                    self._do(db, job, key, value)
+                    getattr(self, "_do_" + job)(db, key, value)
             except (sqlite3.Error, OSError) as error:
-                if not warned:
-                    log.warning("the shelf's index cannot be written: %s", error)
-                warned = True
+                self._warn("index", f"the shelf's index cannot be written: {error}")
                 if job == "end":
                     break
         if db is not None:
             db.close()
 
-    def _do(self, db: sqlite3.Connection, job: str, key: Any, value: Any) -> None:
-        if job == "add":
-            digest = self._digest(key.name) if self.readable else ""
-            self._digests[key.id] = digest
-            self._account(key)
-            db.execute("INSERT OR REPLACE INTO snaps VALUES (" + ",".join("?" * 12)
-                       + ")", (
-                key.id, self.namespace, key.name, key.sort, key.size, key.held,
-                key.n_bytes, key.at, 0, 0.0, digest, value))
-            self._evict(db)
-        elif job == "touch":
-            db.execute("UPDATE snaps SET uses = uses + 1, saved_ms = saved_ms + ? "
-                       "WHERE id = ?", (value, key))
-            if key in self._values:
-                n_bytes = self._sizes[key][0]
-                self._values[key] = max(self._values[key], self._clock_value) \
-                    + (1.0 + value) / max(1, n_bytes)
-        elif job == "remove":
-            self._forget(db, key, value)
+    def _do_call(self, db: sqlite3.Connection, key: Any, act: Callable) -> None:
+        act()
+
+    def _do_add(self, db: sqlite3.Connection, snap: Snap, tokens: Tokens) -> None:
+        digest = self.digest(snap.name) if self.readable else ""
+        self._digests[snap.id] = digest
+        self._account(snap, tokens)
+        row = dict(snap._asdict(), namespace=self.namespace, digest=digest, parent=0,
+                   tokens=tokens.tobytes())
+        names = (*_ROW, "namespace", "digest", "parent", "tokens")
+        db.execute(f"INSERT OR REPLACE INTO snaps ({', '.join(names)}) VALUES ("
+                   + ",".join("?" * len(names)) + ")", [row[n] for n in names])
+        self._evict(db)
+
+    def _do_touch(self, db: sqlite3.Connection, snap_id: int, saved_ms: float) -> None:
+        db.execute("UPDATE snaps SET uses = uses + 1, saved_ms = saved_ms + ? "
+                   "WHERE id = ?", (saved_ms, snap_id))
+        snap = self._snaps.get(snap_id)
+        if snap is not None:
+            self._values[snap_id] = max(self._values[snap_id], self._clock_value) \
+                + (1.0 + saved_ms) / max(1, snap.disk)
+
+    def _do_mark(self, db: sqlite3.Connection, snap_id: int, value: tuple) -> None:
+        label, pinned = value
+        db.execute("UPDATE snaps SET label = ?, pinned = ? WHERE id = ?",
+                   (label, int(pinned), snap_id))
+        self._change(snap_id, label=label, pinned=pinned)
+
+    def _do_day(self, db: sqlite3.Connection, day: str, value: Day) -> None:
+        db.execute("INSERT OR REPLACE INTO days VALUES (?, ?, ?, ?, ?)", (day, *value))
+
+    def _do_remove(self, db: sqlite3.Connection, snap_id: int, name: str) -> None:
+        self._forget(db, snap_id, name)
+
+    def _change(self, snap_id: int, **changes: Any) -> None:
+        "Another label, pin or size on disk: here and in the book."
+        with self._lock:
+            snap = self._snaps.get(snap_id)
+            if snap is None:
+                return
+            snap = self._snaps[snap_id] = snap._replace(**changes)
+        self.tell(Marked(snap_id, snap.label, snap.pinned, snap.disk))
 
     def _forget(self, db: sqlite3.Connection, snap_id: int, name: str) -> None:
+        for child in [c for c, parent in self._deltas.items() if parent == snap_id]:
+            self._stand_alone(db, child)
         db.execute("DELETE FROM snaps WHERE id = ?", (snap_id,))
-        self.used -= self._sizes.pop(snap_id, (0, ""))[0]
+        with self._lock:
+            snap = self._snaps.pop(snap_id, None)
+            self._tokens.pop(snap_id, None)
+            self._deltas.pop(snap_id, None)
+        self.used -= snap.disk if snap else 0
         self._values.pop(snap_id, None)
         self._digests.pop(snap_id, None)
-        if self.readable:
+        for path in (self.path(name), self.path(name) + "d") if self.readable else ():
             with contextlib.suppress(OSError):
-                self.edges.disk.remove(self.path(name))
+                self.edges.disk.remove(path)
+
+    def _stand_alone(self, db: sqlite3.Connection, snap_id: int) -> None:
+        "A delta whose parent goes becomes a plain file again, or goes too."
+        snap = self._snaps[snap_id]
+        wrong = self._join(snap)
+        if wrong:
+            self._forget(db, snap_id, snap.name)
+            self.tell(Unshelved(snap_id))
+            return
+        with self._lock:
+            del self._deltas[snap_id]
+        self._resize(db, snap, snap.n_bytes, 0)
+        with contextlib.suppress(OSError):
+            self.edges.disk.remove(self.path(snap.name) + "d")
+
+    def _resize(self, db: sqlite3.Connection, snap: Snap, disk: int,
+                parent: int) -> None:
+        self.used += disk - snap.disk
+        db.execute("UPDATE snaps SET disk = ?, parent = ? WHERE id = ?",
+                   (disk, parent, snap.id))
+        self._change(snap.id, disk=disk)
+
+    # ---- bytes shared ---------------------------------------------------------
+    def _do_share(self, db: sqlite3.Connection, key: Any, value: Any) -> None:
+        "Put one more plain file into a delta, if another one holds its beginning."
+        if not self.readable:
+            return
+        parents = set(self._deltas.values())
+        for snap in list(self._snaps.values()):
+            if snap.id in self._deltas or snap.id in parents or snap.id in self._alone:
+                continue
+            parent = self._parent_for(snap)
+            if parent is None or not self._share(db, snap, parent):
+                self._alone.add(snap.id)
+                continue
+            self._jobs.put(("share", 0, None))   # there may be more
+            return
+
+    def _parent_for(self, snap: Snap) -> Optional[Snap]:
+        "The plain snapshot with the longest common beginning that is worth a delta."
+        mine = self._tokens[snap.id]
+        best, most = None, max(_SHARE_LEAST, len(mine) // 4)
+        for other in self._snaps.values():
+            if other.id != snap.id and other.id not in self._deltas:
+                n = common_prefix(mine, self._tokens[other.id])
+                if n > most or n == most and best is None:
+                    best, most = other, n
+        return best
+
+    def _share(self, db: sqlite3.Connection, snap: Snap, parent: Snap) -> bool:
+        disk, plain = self.edges.disk, self.path(snap.name)
+        try:
+            with disk.open_binary(plain) as child, disk.open_binary(
+                    self.path(parent.name)) as base, disk.replacing(plain + "d") as out:
+                size = split_delta(child, base, out)
+                if size is None or size > snap.n_bytes * 3 // 4:
+                    raise ValueError     # computed in other batches: other bits
+        except (OSError, ValueError):
+            return False
+        with self._lock:
+            busy = snap.id in self._in_use
+            if not busy:
+                self._deltas[snap.id] = parent.id
+        if busy:
+            disk.remove(plain + "d")
+            return False
+        self._resize(db, snap, size, parent.id)
+        with contextlib.suppress(OSError):
+            disk.remove(plain)
+        return True
 
     def _evict(self, db: sqlite3.Connection) -> None:
-        "Down to the budget, the least valuable a byte first; restores keep their file."
-        victims = []
+        """Down to the budget, the least valuable a byte first, pinned ones last.
+        Files in use stay, and those that deltas stand on."""
         while self.used > self.budget and self._values:
-            with self._pin_lock:
-                free = [i for i in self._values if i not in self._pinned]
+            parents = set(self._deltas.values())
+            with self._lock:
+                free = [i for i in self._values
+                        if i not in self._in_use and i not in parents]
             if not free:
                 break
-            victim = min(free, key=self._values.get)
-            self._clock_value = self._values[victim]
-            victims.append(victim)
-            self._forget(db, victim, self._sizes[victim][1])
-        if victims:
-            self.gone(victims)
+            victim = min(free, key=lambda i: (self._snaps[i].pinned, self._values[i]))
+            if self._snaps[victim].pinned:
+                self._warn("pins", "the pinned snapshots alone are larger than "
+                           "shelf_gb; the least valuable of them are given up")
+            self._clock_value = max(self._clock_value, self._values[victim])
+            self._forget(db, victim, self._snaps[victim].name)
+            self.tell(Unshelved(victim))
 
 
 # ============================================================================
-# 16. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 17. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -3668,7 +4332,7 @@ class Prompter:
 
 
 # ============================================================================
-# 17. MOVES - state from slot to shelf and back, under a lease.
+# 18. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
@@ -3697,6 +4361,9 @@ class Lease:
         self.moved = ""                  # "fork" | "shelf" once a restore was proven
         self.flight = (0, 0)             # part of the prompt that others wait for
         self.pinned = 0                  # snapshot kept from eviction for it
+        self.spent_ms = 0.0              # on moves and on prefills before the ask
+        self.regret_ms = 0.0             # what another way might have saved
+        self.saved_bytes = self.restored_bytes = 0
 
     @property
     def slot(self) -> Optional[int]:
@@ -3740,12 +4407,19 @@ class Mover:
 
         Fails open: whatever goes wrong costs computing, never the ask.
         """
-        plan = lease.plan
         if lease.slot is None or lease.prompt is None or self.shelf is None:
             return
+        began = self.edges.clock.now()
+        try:
+            self._move(lease, tick)
+        finally:
+            lease.spent_ms = (self.edges.clock.now() - began) * 1000
+
+    def _move(self, lease: Lease, tick: Callable[[str], None]) -> None:
+        plan = lease.plan
         if plan.save and lease.victim is not None:
             slot, tokens = lease.victim
-            self.save(lease.seat, "context", tokens, slot.size + slot.tail, -1)
+            self._keep(lease, lease.seat, "context", tokens, slot.size + slot.tail, -1)
         snap_id = plan.snap
         if plan.donor >= 0:
             snap_id = self._save_donor(lease)
@@ -3779,7 +4453,7 @@ class Mover:
                 stop = at + SLICE if far else cut
                 self.prefill(lease, stop, tick)
                 if stop in (cut, end):
-                    self.save(lease.seat, sort if stop == end else "head",
+                    self._keep(lease, lease.seat, sort if stop == end else "head",
                                prompt.tokens[:stop], stop, lease.seat)
                 at = stop
                 with self.lock:          # those who wait for it may go on
@@ -3803,13 +4477,16 @@ class Mover:
                 del self.book.flights[key]
         lease.flight = (upto, end)
 
-    def save(self, slot: int, sort: str, tokens: Tokens, held: int,
-              holder: int) -> int:
-        """Save a slot as a snapshot; its id, 0 when it could not be saved.
+    def save(self, slot: int, sort: str, tokens: Tokens, held: int, holder: int,
+             label: str = "", pinned: bool = False) -> Optional[Snap]:
+        """Save a slot as a snapshot; None when it was not saved.
 
-        `holder` is the slot that keeps holding it, -1 when it is given up.
+        `holder` is the slot that keeps holding it, -1 when it is given up.  Only named
+        snapshots are written beyond the day's budget.
         """
         shelf, clock = self.shelf, self.edges.clock
+        if not label and not shelf.may_write():
+            return None
         snap_id, name = shelf.new_name()
         began = clock.now()
         try:
@@ -3818,28 +4495,42 @@ class Mover:
         except TokiError as error:
             log.warning("a slot could not be saved: %s", error.message)
             shelf.remove(snap_id, name)
-            return 0
+            return None
+        ms = (clock.now() - began) * 1000
         saved = int(reply.get("n_saved") or 0)
-        if saved < len(tokens):          # not what the book believed to be there
-            log.warning("slot %d held %d tokens instead of %d; not kept", slot, saved,
-                        len(tokens))
-            shelf.remove(snap_id, name)
-            return 0
+        size = int(reply.get("n_written") or 0)
+        shelf.moved(saved=size)
         exact = shelf.tokens_in(name, saved)
-        if exact is not None and common_prefix(exact, tokens) < len(tokens):
-            log.warning("slot %d held other tokens than the book said; not kept", slot)
+        trouble = ""
+        if saved < len(tokens):          # not what the book believed to be there
+            trouble = f"held {saved} tokens instead of {len(tokens)}"
+        elif exact is not None and common_prefix(exact, tokens) < len(tokens):
+            trouble = "held other tokens than the book said"
+        elif self.ability().kind == "window":
+            size = shelf.widen(name)
+            trouble = "" if size else "is no longer than its window"
+        if trouble:
+            log.log(logging.DEBUG if "window" in trouble else logging.WARNING,
+                    "slot %d %s; its snapshot is not kept", slot, trouble)
             shelf.remove(snap_id, name)
-            return 0
+            return None
         tokens = tokens if exact is None else exact
-        snap = Snap(snap_id, name, sort, len(tokens), saved,
-                    int(reply.get("n_written") or 0), self.edges.clock.wall())
+        snap = Snap(snap_id, name, sort, len(tokens), saved, size, clock.wall(),
+                    label=label, pinned=pinned, disk=size)
         with self.lock:
-            self.book.rates.moved("save", saved, (clock.now() - began) * 1000)
+            self.book.rates.moved("save", saved, ms)
             c = self.book.counters
-            c.saves, c.saved_bytes = c.saves + 1, c.saved_bytes + snap.n_bytes
+            c.saves, c.saved_bytes = c.saves + 1, c.saved_bytes + size
             self.book.apply(Shelved(snap, tokens, holder))
         shelf.added(snap, tokens)
-        return snap_id
+        return snap
+
+    def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, held: int,
+              holder: int) -> int:
+        "Save for an ask, which is told what it cost; the snapshot's id or 0."
+        snap = self.save(slot, sort, tokens, held, holder)
+        lease.saved_bytes += snap.n_bytes if snap else 0
+        return snap.id if snap else 0
 
     def _save_donor(self, lease: Lease) -> int:
         "Save another slot; it keeps what it holds and is free again afterwards."
@@ -3849,9 +4540,10 @@ class Mover:
             tokens = self.book.trie.tokens(holder) if holder in self.book.trie else None
         try:
             if tokens is not None:
-                snap_id = self.save(donor, "context", tokens, s.size + s.tail, donor)
+                snap_id = self._keep(lease, donor, "context", tokens, s.size + s.tail,
+                                     donor)
             if snap_id:
-                self.shelf.pin(snap_id)
+                self.shelf.use(snap_id)
                 lease.pinned = snap_id
                 self._count("forks")
         finally:
@@ -3881,7 +4573,7 @@ class Mover:
                 except TokiError as error:
                     wrong = error.message
         finally:
-            self.shelf.unpin(snap_id)
+            self.shelf.done(snap_id)
             lease.pinned = 0
         if wrong:
             log.warning("a snapshot was refused (%s); dropped, the prompt is computed",
@@ -3904,6 +4596,8 @@ class Mover:
             c.restores, c.restored_bytes = c.restores + 1, \
                 c.restored_bytes + snap.n_bytes
             saved = lease.plan.expect * (book.rates.prefill_ms or 0) - ms
+        self.shelf.moved(restored=snap.n_bytes)
+        lease.restored_bytes += snap.n_bytes
         lease.moved = "fork" if lease.plan.donor >= 0 or snap.sort == "head" \
             else "shelf"
         self.shelf.touched(snap_id, max(0.0, saved))
@@ -3960,11 +4654,14 @@ class Mover:
 
 
 # ============================================================================
-# 18. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 19. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
 #    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
 # ============================================================================
 _WATCH_S = 2.0
+_REGRET_MS = 50.0            # less is noise
+_P_LOSS = 0.1                # chance that a slot is lost before its next turn
+_QUIET_S = 20.0
 
 
 class _Ticket:
@@ -4025,11 +4722,11 @@ class Keeper:
     def ability(self) -> Ability:
         info = self.engine.info
         assert info is not None
-        windowed = info.window > 0 and info.kind == "rewindable"
-        usable = windowed or info.kind != "window"
+        shelf = self.shelf
         return Ability(info.n_slots, not self.foreign and not info.unified, info.kind,
-                       info.window, info.slack, self.shelf is not None and usable
-                       and not self.shelf.trouble, windowed)
+                       info.window, info.slack, shelf is not None and not shelf.trouble
+                       and (info.kind != "window" or shelf.readable),
+                       info.window > 0 and info.kind == "rewindable")
 
     def attach(self) -> bool:
         "Probe an engine that answers and take it into use; False when it is not ready."
@@ -4071,7 +4768,8 @@ class Keeper:
                         "not certain: the shelf stays off", info.path)
             return
         shelf = Shelf(self.shelf_folder, self.shelf_index, self._namespace(info),
-                      int(self.config.shelf_gb * (1 << 30)), self.edges, self._evicted)
+                      int(self.config.shelf_gb * (1 << 30)), self.edges, self._told,
+                      int(self.config.shelf_write_gb * (1 << 30)))
         try:
             found = shelf.open()
         except OSError as error:
@@ -4098,10 +4796,9 @@ class Keeper:
                  self.config.engine_args if self.managed else ""]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
 
-    def _evicted(self, ids: list) -> None:
+    def _told(self, event: Any) -> None:
         with self.lock:
-            for snap_id in ids:
-                self.book.apply(Unshelved(snap_id))
+            self.book.apply(event)
 
     def _others_at_work(self) -> bool:
         info = self.engine.info
@@ -4357,7 +5054,7 @@ class Keeper:
         if plan.donor >= 0:              # nobody may run there while it is saved
             book.slots[plan.donor] = book.slots[plan.donor]._replace(busy=ticket.ask)
         if plan.snap and self.shelf is not None:
-            self.shelf.pin(plan.snap)
+            self.shelf.use(plan.snap)
             ticket.lease.pinned = plan.snap
         if prompt is not None:
             end = max((*plan.heads, plan.turn))
@@ -4407,6 +5104,7 @@ class Keeper:
                 self._free_seat_locked(lease)
             self._own += timings.prompt_n + timings.predicted_n
             self._judge_restore_locked(lease, timings)
+            self._regret_locked(lease, timings)
             if book.counters.phantom_hits > before and not self.managed:
                 self.phantom.set()
             self._end_locked(lease)
@@ -4422,6 +5120,17 @@ class Keeper:
                                   "anew: nothing is saved or restored any more")
             log.warning("%s", self.shelf.trouble)
 
+    def _regret_locked(self, lease: Lease, timings: Timings) -> None:
+        "Judge the plan by what it took, against the estimate for the next best one."
+        other = lease.plan.other_ms
+        lease.regret_ms = lease.spent_ms + timings.prompt_ms - other if other else 0.0
+        if lease.regret_ms > max(_REGRET_MS, other / 2):
+            c = self.book.counters
+            c.regrets, c.regret_ms = c.regrets + 1, c.regret_ms + round(lease.regret_ms)
+            log.info("req=%d took %s, another way was estimated at ~%s: %s", lease.ask,
+                     fmt_ms(lease.spent_ms + timings.prompt_ms), fmt_ms(other),
+                     lease.plan.why)
+
     def _learn_locked(self, lease: Lease, timings: Timings) -> None:
         "A hit that fell short may show another kind of memory than was believed."
         info = self.engine.info
@@ -4435,19 +5144,27 @@ class Keeper:
                         "is %s, planned so from now on", lease.ask, timings.cache_n,
                         lease.plan.expect, kind)
 
-    def save_idle(self) -> bool:
+    def save_idle(self, p_loss: float = _P_LOSS) -> bool:
         """Save the most valuable unsaved slot while nobody asks; True when one was.
 
-        Contexts saved this way survive a crash of toki or engine.
+        Contexts saved this way survive a crash of toki or engine: worth it as soon as
+        computing the unsaved end again, times the chance of losing it, costs more than
+        the save.  Where snapshots must be extended exactly, turn snapshots serve
+        better, so a context is only saved when all has been quiet for a while.
         """
         with self.lock:
             ability = self.ability() if self.state == "ready" else None
             if ability is None or not ability.files or not ability.pinned \
-                    or self.open_count() or self.tickets or ability.full_window \
-                    or ability.kind == "append-only":
-                return False             # those have their turn snapshots
+                    or self.open_count() or self.tickets:
+                return False
+            quiet = self.edges.clock.now() - self._ended_at
+            if must_extend(ability) and p_loss < 1 and quiet < _QUIET_S:
+                return False
+            prices = Prices.of(self.book.rates)
             waiting = [s for s in self.book.slots if not s.busy and not s.opaque
-                       and s.size - s.shelved >= 2 * BLOCK and s.klass != "oneshot"]
+                       and s.size - s.shelved >= 2 * BLOCK and s.klass != "oneshot"
+                       and (s.size - s.shelved) * prices.prefill * p_loss
+                       > prices.saving(s.size)]
             if not waiting:
                 return False
             s = max(waiting, key=lambda s: s.size - s.shelved)
@@ -4480,7 +5197,7 @@ class Keeper:
                 and self.book.slots[donor].busy == lease.ask:
             self.book.slots[donor] = self.book.slots[donor]._replace(busy=0)
         if lease.pinned and self.shelf is not None:
-            self.shelf.unpin(lease.pinned)
+            self.shelf.done(lease.pinned)
             lease.pinned = 0
         self._ended_at = self.edges.clock.now()
         self._leave_locked(lease.request)
@@ -4623,7 +5340,7 @@ class Keeper:
         "Before the engine stops: everything worth keeping goes to the shelf."
         end = self.edges.clock.now() + patience_s
         with contextlib.suppress(TokiError):
-            while self.edges.clock.now() < end and self.save_idle():
+            while self.edges.clock.now() < end and self.save_idle(1.0):
                 pass
 
     def stop(self) -> None:
@@ -4655,7 +5372,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 19. HTTP - framing, limits, deadlines: a server made of http.server.
+# 20. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -5056,8 +5773,8 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 20. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, KEEPER, HTTP.
+# 21. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, MOVES, KEEPER, HTTP.
 #    offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -5632,6 +6349,8 @@ class Gateway:
             "generated_tokens": t.predicted_n if t else None,
             "queued_ms": round(lease.queued_ms, 1),
             "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
+            "regret_ms": max(0, round(lease.regret_ms, 1)),
+            "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
             "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)})
 
     # ---- everything else ------------------------------------------------------
@@ -5711,7 +6430,7 @@ class Gateway:
 
 
 # ============================================================================
-# 21. INSTALL - get an engine and a starter model.
+# 22. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
 #    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
 #    OFFLINE_HINT.
@@ -6004,7 +6723,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 22. STACK - up, down, status: engine and daemon as one thing.
+# 23. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER, HTTP,
 #    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
 #    daemon_json, self_check, status_text.
@@ -6462,7 +7181,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 23. BENCH - toki's own cost, soak, and the everyday situations.
+# 24. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
 #    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
@@ -7023,7 +7742,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 24. DOCTOR - is everything fit, and if not, what to do.
+# 25. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -7120,7 +7839,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 25. COMMANDS - one function per subcommand, then main.
+# 26. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
