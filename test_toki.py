@@ -3399,7 +3399,7 @@ class ShelfRoom(Case):
                     t.join(20)
                 self.assertEqual(len(out), 3)
                 self.until(lambda: not d.keeper.open_count())
-                self.assertFalse(d.keeper.book.flights)
+                self.assertFalse(any(s.lead for s in d.keeper.book.slots))
                 computed = fake.counters["prompt_tokens_total"] - before
                 self.assertLess(computed, size + 300)
                 self.assertEqual({r["cache"]["source"] for r in out}
@@ -3484,7 +3484,7 @@ class ShelfRoom(Case):
                     if path == "/completion" else None)
         self.agents(fake, c, 2, 2)
         self.assertEqual(d.keeper.book.counters.failed, 0)
-        self.assertFalse(d.keeper.book.flights)
+        self.assertFalse(any(s.lead for s in d.keeper.book.slots))
 
     def test_restores_that_do_not_count_switch_the_shelf_off(self):
         "F-44: the engine says 200 and computes everything all the same."

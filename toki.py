@@ -1163,11 +1163,13 @@ def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> byte
 # ============================================================================
 # 8. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
-#    Counters, Book, Dispatched, Progressed, Settled, Aborted, Reborn, Shelved,
-#    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates.
+#    Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
+#    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
+#    MOVE_FIXED_MS.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
+MOVE_FIXED_MS = 1.5          # of a save or restore, whatever the size
 _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
 
@@ -1204,6 +1206,7 @@ class Slot(NamedTuple):
     opaque: bool = False     # holds something without token ids (pictures)
     restored: int = 0        # tokens of the snapshot it came from: behind its window
     shelved: int = 0         # of `size`, tokens that a snapshot holds too
+    lead: int = 0            # tokens that its ask computes ahead, and saves on the way
 
 
 class Snap(NamedTuple):
@@ -1256,6 +1259,12 @@ class Dispatched(NamedTuple):
     kept: int                # tokens that the engine is expected to reuse
     gamble: bool
     at: float
+    lead: int = 0
+
+
+class Landed(NamedTuple):
+    "What an ask computed ahead is on the shelf, or given up."
+    slot: int
 
 
 class Shelved(NamedTuple):
@@ -1392,8 +1401,8 @@ class Rates:
     def moved(self, kind: str, n_tokens: int, ms: float) -> None:
         "Learn from a save or restore of a slot."
         if n_tokens >= 64:
-            name = kind + "_ms"
-            setattr(self, name, self._mix(getattr(self, name), ms / n_tokens))
+            name, rest = kind + "_ms", max(0.0, ms - MOVE_FIXED_MS)
+            setattr(self, name, self._mix(getattr(self, name), rest / n_tokens))
 
     @staticmethod
     def _mix(old: Optional[float], new: float) -> float:
@@ -1431,7 +1440,6 @@ class Book:
         self.rates = Rates()
         self.known: OrderedDict = OrderedDict()       # ask -> Known
         self.snaps: dict = {}                         # id -> Snap
-        self.flights: dict = {}      # hash of a block in a head -> ask computing it
         self.hot: OrderedDict = OrderedDict()    # last block hash of a head -> Hot
         self.budget, self.known_bytes = budget, 0
 
@@ -1444,7 +1452,6 @@ class Book:
             self.trie.drop((self.life, s.slot))
         self.life += 1
         self.slots = [Slot(i) for i in range(e.n_slots)]
-        self.flights.clear()
 
     def _on_dispatched(self, e: Dispatched) -> None:
         old, c = self.slots[e.slot], self.counters
@@ -1462,7 +1469,8 @@ class Book:
             e.slot, size, 0, kept, e.ask, e.request.conversation, e.request.named,
             e.request.klass, e.at, old.uses + 1,
             tuple(m for m in old.marks if m <= kept), e.request.limit,
-            e.prompt is None, old.restored if kept else 0, min(old.shelved, kept))
+            e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
+            e.lead)
 
     def _retire(self, old: Slot, e: Dispatched) -> None:
         "Remember whose tail is being cut, to learn whether that was wise."
@@ -1475,6 +1483,9 @@ class Book:
                         (self.life, old.slot)) == match:
                     self.known[ask] = known._replace(gamble=e.gamble)
                     break
+
+    def _on_landed(self, e: Landed) -> None:
+        self.slots[e.slot] = self.slots[e.slot]._replace(lead=0)
 
     def _on_progressed(self, e: Progressed) -> None:
         s = self.slots[e.slot]
@@ -1698,8 +1709,8 @@ _GAMBLE_LIMIT = 0.2          # cut a document's old question while it loses less
 _WAIT_MS = 30_000            # never wait longer than this for a better slot
 _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
 _DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
-_MOVE_FIXED_MS = 3.0         # ... and for the call itself
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
+_LEAST_PREFILL_MS = 0.5      # a token computed takes the whole machine, a save the disk
 SLICE = 512                  # tokens after which a leader looks who waits for it
 
 
@@ -1730,6 +1741,7 @@ class Plan(NamedTuple):
     erase: bool = False      # the slot's window is incomplete where this ask leaves it
     heads: tuple = ()        # lengths to prefill and save before the ask itself
     turn: int = 0            # save after this many tokens of the prompt
+    brink: int = 0           # stop here to see who else goes on from this context
     why: str = ""
     cost_ms: float = 0.0     # estimate of prefill and moves
     other_ms: float = 0.0    # ... of the best alternative
@@ -1748,10 +1760,10 @@ class Prices(NamedTuple):
                    rates.restore_ms or _DEFAULT_MOVE_MS)
 
     def saving(self, n: int) -> float:
-        return _MOVE_FIXED_MS + n * self.save
+        return MOVE_FIXED_MS + n * self.save
 
     def restoring(self, n: int) -> float:
-        return _MOVE_FIXED_MS + n * self.restore
+        return MOVE_FIXED_MS + n * self.restore
 
 
 def pool_size(setting: str, n_slots: int) -> int:
@@ -1851,9 +1863,9 @@ class _Bid(NamedTuple):
     @property
     def displaces(self) -> bool:
         "Would it overwrite a prefix of the pool that it does not itself go on from?"
-        stays = 0 if self.donor >= 0 or self.snap else \
-            max(self.usable, self.option.match)
-        return self.option.pooled > stays
+        brought = self.donor >= 0 or bool(self.snap)
+        shared = min(self.usable, self.option.match) if brought else self.option.match
+        return self.option.pooled > shared
 
 
 def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
@@ -1871,7 +1883,7 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
         unshelved = max(0, o.slot.size - max(o.slot.shelved, kept)) + o.slot.tail
         back = prices.restoring(o.slot.size) if o.slot.shelved else 0
         lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
-        as_it_is = p * (unshelved * prices.prefill + back)
+        as_it_is = p * (unshelved * max(prices.prefill, _LEAST_PREFILL_MS) + back)
         saved = prices.saving(o.slot.size + o.slot.tail) + p * back
         if ability.files and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
             return saved, True, lost
@@ -1948,12 +1960,12 @@ def _best_idle(bids: list) -> _Bid:
 def decide(request: Request, n: int, options: Sequence[Option], ability: Ability,
            rates: Rates, counters: Counters, waited_ms: float = 0,
            snaps: Sequence[tuple] = (), prompt: Optional[Prompt] = None,
-           flights: Optional[dict] = None, branch: int = 0) -> Plan:
+           branch: int = 0) -> Plan:
     """Choose slot and source for an ask of `n` prompt tokens (0: unknown) that has
     waited `waited_ms` already.
 
-    `snaps` are the shelf's matches, `flights` the blocks that others compute just now,
-    `branch` is where this prompt leaves the known one that is most like it.
+    `snaps` are the shelf's matches, `branch` is where this prompt leaves the known one
+    that is most like it.
     Conversations that share a head get slots of their own while any is free or
     worthless: cutting a tail saves the head once and costs that tail every turn.
     """
@@ -1975,19 +1987,19 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
         waiting = _worth_waiting(ability, options, max(n, 1), best, rates, waited_ms)
         if waiting:
             return waiting
-    if flights and prompt is not None:
-        holder = _flight_of(prompt, best, flights)
-        if holder and waited_ms < _WAIT_MS:
-            return Plan("wait", options[0].slot.slot, "fork",
-                        why=f"ask {holder} computes the same head just now")
+    leader = _leader(ability, request, options, best)
+    if leader is not None and waited_ms < _WAIT_MS:
+        return Plan("wait", leader.slot.slot, "fork", why=(
+            f"ask {leader.slot.busy} computes the same beginning just now"))
     o, heads = best.option, _heads(ability, request, prompt, best, branch)
+    turn = _turn_end(ability, request, prompt, best, heads, options)
     source = "none" if not best.usable else "fork" if best.donor >= 0 \
         else "shelf" if best.snap else "resident"
     return Plan("run", o.slot.slot, source, best.usable, o.match, o.slot.size, best.cut,
                 best.gamble, best.save, best.donor, best.snap,
                 not best.snap and best.donor < 0
                 and incomplete(ability, o.slot, min(o.match, n - 1)),
-                heads, _turn_end(ability, request, prompt, best, heads, options),
+                heads, turn, _brink(ability, request, prompt, best, heads),
                 _why(request, n, best, bids), best.own_ms,
                 min((b.own_ms for b in bids if b is not best), default=0.0)
                 if rates.prefill_ms is not None else 0.0)
@@ -2018,14 +2030,32 @@ def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
     return tuple(heads)
 
 
-def _flight_of(prompt: Prompt, best: _Bid, flights: dict) -> int:
-    "The ask that computes a longer part of this prompt just now, 0: none."
-    for i in range(len(prompt.hashes) - 1, -1, -1):
-        if (i + 1) * BLOCK <= best.usable + BLOCK:
-            return 0
-        if prompt.hashes[i] in flights:
-            return flights[prompt.hashes[i]]
-    return 0
+def _leader(ability: Ability, request: Request, options: Sequence[Option],
+            best: _Bid) -> Optional[Option]:
+    """The slot whose ask just computes a longer part of this prompt, and will save it.
+
+    Where snapshots must be extended exactly, it saves where this prompt leaves its own,
+    unless it has passed that place already.
+    """
+    if not ability.files or request.raw:
+        return None
+    for o in sorted(options, key=lambda o: -o.match):
+        shared = min(o.match, o.slot.lead)
+        late = must_extend(ability) and o.slot.ready > shared
+        if o.slot.busy > 0 and shared > best.usable + BLOCK and not late:
+            return o
+    return None
+
+
+def _brink(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
+           heads: tuple) -> int:
+    """Just behind the header of the last user message: where sub-agents that start at
+    once leave the context of their parent.  Only where they cannot share a slot."""
+    if not ability.files or not must_extend(ability) or prompt is None or heads \
+            or request.raw or request.klass == "oneshot" or len(prompt.users) < 2:
+        return 0
+    end = prompt.users[-1] + 2
+    return end if best.usable <= end < len(prompt.tokens) and end >= _HEAD_MIN else 0
 
 
 def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
@@ -2055,12 +2085,13 @@ def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _B
     one whose prefix can be forked then."""
     prices = Prices.of(rates)
     forks = ability.files and not must_extend(ability)
+    shared_by = 1 + sum(o.slot.busy > 0 for o in options)    # they compute too
     for o in sorted(options, key=lambda o: -o.match):
         if not o.slot.busy or not (o.own or forks):
             continue
         left = estimate_ms(rates, o.slot)
         gain = (usable(ability, o._replace(slot=o.slot._replace(tail=0)), n)
-                - best.usable) * prices.prefill
+                - best.usable) * prices.prefill * shared_by
         if not o.own:
             gain -= prices.saving(o.slot.size) + prices.restoring(o.slot.size)
         if left is not None and left < min(gain, _WAIT_MS - waited_ms):
@@ -4359,7 +4390,6 @@ class Lease:
         self.side = 0                    # tokens computed for it on the side
         self.ends: list = []             # ... and where those prefills ended
         self.moved = ""                  # "fork" | "shelf" once a restore was proven
-        self.flight = (0, 0)             # part of the prompt that others wait for
         self.pinned = 0                  # snapshot kept from eviction for it
         self.spent_ms = 0.0              # on moves and on prefills before the ask
         self.regret_ms = 0.0             # what another way might have saved
@@ -4414,6 +4444,10 @@ class Mover:
             self._move(lease, tick)
         finally:
             lease.spent_ms = (self.edges.clock.now() - began) * 1000
+            with self.lock:
+                if lease.life == self.book.life and self.book.slots[lease.seat].lead:
+                    self.book.apply(Landed(lease.seat))
+                    self.grant()
 
     def _move(self, lease: Lease, tick: Callable[[str], None]) -> None:
         plan = lease.plan
@@ -4440,42 +4474,39 @@ class Mover:
         Where a snapshot must be extended exactly, this goes in slices, and stops where
         an ask that waits leaves this prompt: that one needs a snapshot just there.
         """
-        prompt, exact = lease.prompt, must_extend(self.ability())
-        ends = [(end, "head") for end in lease.plan.heads]
-        if lease.plan.turn:
-            ends.append((lease.plan.turn, "turn"))
-        at = lease.plan.expect
-        for end, sort in ends:
-            while at < end:
-                with self.lock:
-                    cut = self._cut_locked(lease, at, end) if exact else end
-                far = exact and cut - at > SLICE + BLOCK
-                stop = at + SLICE if far else cut
+        plan, exact = lease.plan, must_extend(self.ability())
+        ends = {plan.brink: "", plan.turn: "turn", **dict.fromkeys(plan.heads, "head")}
+        at, clean = plan.expect, False
+        while True:
+            with self.lock:
+                cut = self._cut_locked(lease, at, clean) if exact else 0
+            stop = min((e for e in (cut, *ends) if e > at or e == cut > 0), default=0)
+            if not stop:
+                return
+            if exact and stop - at > SLICE + BLOCK:
+                stop = at + SLICE
+            if stop > at:
                 self.prefill(lease, stop, tick)
-                if stop in (cut, end):
-                    self._keep(lease, lease.seat, sort if stop == end else "head",
-                               prompt.tokens[:stop], stop, lease.seat)
-                at = stop
-                with self.lock:          # those who wait for it may go on
-                    self.land_locked(lease, at if exact or at == end else 0)
-                    self.grant()
+            at, clean = stop, True
+            sort = ends.get(stop, "") or ("head" if stop == cut else "")
+            if sort:
+                self._keep(lease, lease.seat, sort, lease.prompt.tokens[:stop], stop,
+                           lease.seat)
+            with self.lock:              # those who wait for it may go on
+                self.grant()
 
-    def _cut_locked(self, lease: Lease, at: int, end: int) -> int:
-        "The first place in (at, end] where a waiting ask leaves this prompt, or `end`."
-        cuts = [common_prefix(p.tokens, lease.prompt.tokens) for p in self.waiting()]
-        first = max(at + 1, lease.plan.expect + BLOCK)
-        return min((c for c in cuts if first <= c <= end - BLOCK // 2), default=end)
-
-    def land_locked(self, lease: Lease, upto: int = 1 << 40) -> None:
-        "This part of the prompt is on the shelf, or given up: nobody need wait for it."
-        first, end = lease.flight
-        upto = min(upto, end)
-        if lease.prompt is None or upto <= first:
-            return
-        for key in lease.prompt.hashes[first // BLOCK:upto // BLOCK]:
-            if self.book.flights.get(key) == lease.ask:
-                del self.book.flights[key]
-        lease.flight = (upto, end)
+    def _cut_locked(self, lease: Lease, at: int, clean: bool) -> int:
+        """The first place from `at` on where a waiting ask leaves this prompt and no
+        snapshot serves it, 0 for none.  `clean`: the slot holds no more than `at`."""
+        cuts, ability = [], self.ability()
+        for p in self.waiting():
+            cut = common_prefix(p.tokens, lease.prompt.tokens)
+            if (cut >= at if clean else cut > at) and cut < len(lease.prompt.tokens):
+                known = max((usable_snap(ability, s, m, len(p.tokens))
+                             for s, m in self.book.snap_matches(p)), default=0)
+                if cut >= known + BLOCK:
+                    cuts.append(cut)
+        return min(cuts, default=0)
 
     def save(self, slot: int, sort: str, tokens: Tokens, held: int, holder: int,
              label: str = "", pinned: bool = False) -> Optional[Snap]:
@@ -5022,7 +5053,7 @@ class Keeper:
             if prompt is not None and ability.files else ()
         branch = book.branch_point(prompt) if snaps else 0
         plan = decide(request, ticket.n, options, ability, book.rates, book.counters,
-                      (now - ticket.since) * 1000, snaps, prompt, book.flights, branch)
+                      (now - ticket.since) * 1000, snaps, prompt, branch)
         if plan.action == "wait" and plan.source == "fork" and (
                 ticket.plan is None or ticket.plan.source != "fork"):
             book.counters.head_waits += 1
@@ -5041,8 +5072,11 @@ class Keeper:
         pinned_prompt = prompt if plan.slot >= 0 else None
         holder, victim = (book.life, seat), book.slots[seat]
         old = (victim, book.trie.tokens(holder)) if holder in book.trie else None
+        lead = max((*plan.heads, plan.turn))
+        if pinned_prompt is not None and (plan.brink or lead) and must_extend(ability):
+            lead = ticket.n              # it stops wherever somebody leaves it
         book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
-                              plan.gamble, now))
+                              plan.gamble, now, lead))
         self.grants += 1
         self.last_grant[request.client] = self.grants
         if len(self.last_grant) > 4096:
@@ -5056,11 +5090,6 @@ class Keeper:
         if plan.snap and self.shelf is not None:
             self.shelf.use(plan.snap)
             ticket.lease.pinned = plan.snap
-        if prompt is not None:
-            end = max((*plan.heads, plan.turn))
-            for key in prompt.hashes[plan.expect // BLOCK:end // BLOCK]:
-                book.flights.setdefault(key, ticket.ask)
-            ticket.lease.flight = (plan.expect, end)
         self.tickets.remove(ticket)
         ticket.granted.set()
         return True
@@ -5191,7 +5220,6 @@ class Keeper:
 
     def _end_locked(self, lease: Lease) -> None:
         self.ended += 1
-        self.mover.land_locked(lease)
         donor = lease.plan.donor
         if donor >= 0 and lease.life == self.book.life \
                 and self.book.slots[donor].busy == lease.ask:
@@ -7303,12 +7331,13 @@ class _Workload:
         history.append({"role": "assistant", "content": reply})
 
 
-def _agents(w: _Workload, n: int, turns: int, head_seed: int = 1) -> None:
+def _agents(w: _Workload, n: int, turns: int, words: int = 40,
+            head_seed: int = 1) -> None:
     head = {"role": "system", "content": prose(head_seed, w.scale)}
     histories = [[head] for _ in range(n)]
     for turn in range(turns):
         for i, history in enumerate(histories):
-            w.turns(history, f"Agent {i}, step {turn}: " + prose(100 * i + turn, 40))
+            w.turns(history, f"Agent {i}, step {turn}: " + prose(100 * i + turn, words))
 
 
 def _interleaved(w: _Workload) -> None:
@@ -7386,7 +7415,7 @@ def _nested(w: _Workload) -> None:
 
 def _dozen(w: _Workload) -> None:
     "twelve agents with one head, five turns each; on two slots with --slots 2"
-    _agents(w, 12, 5)
+    _agents(w, 12, 5, words=80)
 
 
 SITUATIONS = {"interleaved": _interleaved, "pair": _pair, "sidekick": _sidekick,
