@@ -25,23 +25,24 @@ values out), the rest touches the world, and only through the doors of EDGES.
     7  WIRE      what an ask and a reply look like; SSE framing; error bodies
     8  BOOK      what we believe the slots hold; changed only by events
     9  DECIDE    which slot, what is destroyed, and why
-    10 GGUF      what a model file's header says about memory
-    11 SLOTFILE  a saved slot: its tokens, deltas, a wider window
-    12 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    13 MACHINE   where state lives; memory; who runs
-    14 ENGINE    one llama-server: talk, probe, start, watch, stop
-    15 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    16 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    17 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    18 MOVES     state from slot to shelf and back, under a lease
-    19 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    20 HTTP      framing, limits, deadlines: a server made of http.server
-    21 GATEWAY   routes: bytes in and out, never decides
-    22 INSTALL   get an engine and a starter model
-    23 STACK     up, down, status: engine and daemon as one thing
-    24 BENCH     toki's own cost, soak, and the everyday situations
-    25 DOCTOR    is everything fit, and if not, what to do
-    26 COMMANDS  one function per subcommand, then main
+    10 WHY       why were these tokens computed, though something like them was known?
+    11 GGUF      what a model file's header says about memory
+    12 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    13 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    14 MACHINE   where state lives; memory; who runs
+    15 ENGINE    one llama-server: talk, probe, start, watch, stop
+    16 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    17 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    18 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    19 MOVES     state from slot to shelf and back, under a lease
+    20 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    21 HTTP      framing, limits, deadlines: a server made of http.server
+    22 GATEWAY   routes: bytes in and out, never decides
+    23 INSTALL   get an engine and a starter model
+    24 STACK     up, down, status: engine and daemon as one thing
+    25 BENCH     toki's own cost, soak, and the everyday situations
+    26 DOCTOR    is everything fit, and if not, what to do
+    27 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -621,9 +622,9 @@ class TextMemory:
 
 
 # ============================================================================
-# 6. EMBED - which known prompt is nearest to this one?
+# 6. EMBED - which known prompt is nearest to this one?  how do two replies differ?
 #    uses: TOKENS.  offers: embed_tokens, text_segments, mean_vector, cosine,
-#    nearest, Candidate.
+#    nearest, Candidate, divergence, divergence_text, DIVERGENCES.
 #
 #    Nearness never reuses anything (that would be unsafe); it names the difference
 #    when the exact match is short: "98 % like ask 41, differs from token 17".
@@ -692,6 +693,55 @@ def nearest(vector: Sequence[float], known: Iterable[Candidate]) -> Optional[tup
     best = max(score for _, score in scored)
     close = [(c, s) for c, s in scored if s >= best - _NEAR]
     return max(close, key=lambda cs: (cs[0].n_tokens, -cs[0].age))
+
+
+# ---- how do two replies differ? ---------------------------------------------------
+DIVERGENCES = ("identical", "whitespace", "restore-noise", "substantive")
+_SAME_HASH, _SAME_ENGINE = 0.62, 0.90    # cosines from which two texts say the same
+_REVERSING = frozenset("not no never none cannot without neither nor false except "
+                       "unless fail failed".split())
+
+
+def embed_text(text: str) -> list:
+    "Vector of a text by its words, lower case: same on every platform and hash seed."
+    words = re.findall(r"\w+", text.lower())
+    return embed_tokens(array("I", [zlib.crc32(w.encode()) for w in words]))
+
+
+def _claims(text: str) -> tuple:
+    "What must not change for a text to say the same: figures, names, negations."
+    low = text.lower().replace("n't", " not")
+    return (sorted(re.findall(r"\d+(?:[.,:]\d+)*", low)),
+            sorted(w for w in re.findall(r"[a-z]+", low) if w in _REVERSING),
+            sorted(re.findall(r"`([^`]+)`", text)))
+
+
+def divergence(a: str, b: str, vectors: Optional[tuple] = None) -> str:
+    """How two replies to one prompt differ, one of DIVERGENCES.
+
+    restore-noise: other words for the same, as any change of batch shapes brings;
+    substantive: other figures, names in code marks or negations, or another text.
+    `vectors` are the embeddings of an engine; without them words are hashed.
+    """
+    if a == b:
+        return "identical"
+    if "".join(a.split()) == "".join(b.split()):
+        return "whitespace"
+    if not a.strip() or not b.strip() or _claims(a) != _claims(b):
+        return "substantive"
+    near = cosine(*vectors) >= _SAME_ENGINE if vectors else \
+        cosine(embed_text(a), embed_text(b)) >= _SAME_HASH
+    return "restore-noise" if near else "substantive"
+
+
+def divergence_text(counts: dict) -> str:
+    "Counts and percentages of each class, the substantive share last."
+    total = sum(counts.values())
+    if not total:
+        return "no outputs compared yet"
+    parts = [f"{name} {counts.get(name, 0)} ({counts.get(name, 0) / total:.1%})"
+             for name in DIVERGENCES]
+    return f"{total} outputs compared: " + ", ".join(parts)
 
 
 # ============================================================================
@@ -1564,7 +1614,7 @@ class Book:
         snap, s = self.snaps[e.id], self.slots[e.slot]
         self.snaps[e.id] = snap._replace(uses=snap.uses + 1)
         self.slots[e.slot] = s._replace(restored=snap.held, marks=(),
-                                        shelved=min(snap.size, s.size))
+                                        shelved=min(snap.size, s.ready))
 
     def _on_emptied(self, e: Emptied) -> None:
         s = self.slots[e.slot]
@@ -1710,7 +1760,7 @@ _WAIT_MS = 30_000            # never wait longer than this for a better slot
 _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
 _DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
-_LEAST_PREFILL_MS = 0.5      # a token computed takes the whole machine, a save the disk
+_LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
 SLICE = 512                  # tokens after which a leader looks who waits for it
 
 
@@ -1755,9 +1805,11 @@ class Prices(NamedTuple):
 
     @classmethod
     def of(cls, rates: Rates) -> "Prices":
-        return cls(rates.prefill_ms or _DEFAULT_PREFILL_MS,
-                   rates.save_ms or _DEFAULT_MOVE_MS,
-                   rates.restore_ms or _DEFAULT_MOVE_MS)
+        def known(measured: Optional[float], careful: float) -> float:
+            return careful if measured is None else measured
+        return cls(max(known(rates.prefill_ms, _DEFAULT_PREFILL_MS), _LEAST_PREFILL_MS),
+                   known(rates.save_ms, _DEFAULT_MOVE_MS),
+                   known(rates.restore_ms, _DEFAULT_MOVE_MS))
 
     def saving(self, n: int) -> float:
         return MOVE_FIXED_MS + n * self.save
@@ -1883,7 +1935,7 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
         unshelved = max(0, o.slot.size - max(o.slot.shelved, kept)) + o.slot.tail
         back = prices.restoring(o.slot.size) if o.slot.shelved else 0
         lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
-        as_it_is = p * (unshelved * max(prices.prefill, _LEAST_PREFILL_MS) + back)
+        as_it_is = p * (unshelved * prices.prefill + back)
         saved = prices.saving(o.slot.size + o.slot.tail) + p * back
         if ability.files and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
             return saved, True, lost
@@ -1897,8 +1949,9 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
 
 
 def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
-         gambling: bool) -> _Bid:
-    "The ask in this slot, reusing what the slot itself holds."
+         elsewhere: int) -> _Bid:
+    """The ask in this slot, reusing what the slot itself holds.  A tail is only gambled
+    away for about as much as could be had `elsewhere`, or more."""
     keep = 0 if request.raw else usable(ability, o, n)
     stays = 0 if request.raw else max(keep, o.match)
     if o.slot.opaque and o.own:
@@ -1908,7 +1961,7 @@ def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
         return _Bid(o, keep, 0, False, todo, own_ms=todo)
     p = p_return(o.slot.klass, o.idle_s)
     lost_ms, save, lost = _victim(ability, o, stays, prices)
-    gamble = o.inside and gambling and keep > 0 and not o.slot.named
+    gamble = o.inside and 0 < keep >= elsewhere - BLOCK and not o.slot.named
     if gamble:
         lost_ms, save, lost = lost_ms * 0.1 * p, False, 0
     cut = lost if lost > BLOCK // 4 and p > _WORTHLESS else 0
@@ -1977,11 +2030,12 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
                     "it is shared with others or clears idle slots")
     prices = Prices.of(rates)
     gambling = _gamble_chance(counters) < _GAMBLE_LIMIT
-    bids = [_bid(ability, request, o, max(n, 1), prices, gambling)
-            for o in options if not o.slot.busy]
-    if not bids:
+    if all(o.slot.busy for o in options):
         return Plan("wait", -1, "none", why="all slots are busy")
-    bids += _moving_bids(ability, request, max(n, 1), options, snaps, prices)
+    bids = _moving_bids(ability, request, max(n, 1), options, snaps, prices)
+    elsewhere = max((b.usable for b in bids), default=0)
+    bids += [_bid(ability, request, o, max(n, 1), prices, elsewhere if gambling else n)
+             for o in options if not o.slot.busy]
     best = _best_idle(bids)
     if not request.raw:
         waiting = _worth_waiting(ability, options, max(n, 1), best, rates, waited_ms)
@@ -2141,7 +2195,239 @@ def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
 
 
 # ============================================================================
-# 10. GGUF - what a model file's header says about memory.
+# 10. WHY - why were these tokens computed, though something like them was known?
+#    uses: TOKENS, EMBED.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the
+#    text of tokens comes from a callable.
+# ============================================================================
+_NEAR_ENOUGH = 0.2           # share of a prompt's pieces that a relative must hold
+_SHINGLE = 8                 # tokens in a piece that is looked for elsewhere
+_AROUND = 240                # tokens of text that are looked at behind a difference
+
+REMEDIES = {
+    "none": "nothing was lost",
+    "new": "nothing like it was known: the first ask of a context pays for it",
+    "raw": "asked for: mode raw reuses nothing",
+    "nonce": "the client puts a new id there each time: move it behind the history, "
+             "or switch it off in the client",
+    "date": "a date or time stands in the head: move it behind the history, or round "
+            "it to the day",
+    "tool order": "the tools came in another order: sort them in the client",
+    "moved reminder": "the client moved a block of text that it had sent elsewhere "
+                      "before: append reminders, do not move them",
+    "replay": "the client sent a changed copy of an earlier reply (reasoning dropped, "
+              "arguments re-serialized...): send it back as it came",
+    "token boundary": "same text, other tokens: the text was cut at another place",
+    "compaction": "the client shortened its history; the new one is kept from now on",
+    "evicted": "its slot was given to another ask and nothing had been saved: more "
+               "--slots, or a larger shelf",
+    "restart": "the engine was restarted and nothing of it was on the shelf: keep the "
+               "shelf on",
+    "busy": "the slot that holds it was working, and waiting would have cost more",
+    "engine limit": "this model's memory cannot be rewound to that place: heads and "
+                    "turns on the shelf serve whole beginnings only",
+}
+
+
+class Ask(NamedTuple):
+    "One ask of the history, as far as a diagnosis needs it."
+    ask: int
+    tokens: Tokens
+    starts: Sequence[int]    # token index of each message
+    life: int
+    slot: Optional[int]
+    at: float                # wall clock, end of the ask
+    conversation: str
+    reused: int = 0
+    generated: int = 0
+    mode: str = "cached"
+    began: float = 0.0       # wall clock, arrival
+
+
+class Diagnosis(NamedTuple):
+    "Why an ask computed what it did."
+    kind: str                # a key of REMEDIES
+    like: int                # the ask it is compared with, 0: none
+    at: int                  # first differing token
+    section: str             # "system", "tool 2 (read_file)", "message 3 (user)"...
+    lost: int                # tokens computed though the other ask had them (~)
+    mine: str                # text from the difference on
+    theirs: str
+    by: int = 0              # the ask that took the slot
+
+    @property
+    def remedy(self) -> str:
+        return REMEDIES[self.kind]
+
+
+def _pieces(tokens: Tokens) -> set:
+    return {tokens[i:i + _SHINGLE].tobytes() for i in range(0, len(tokens) - _SHINGLE
+                                                            + 1)}
+
+
+def _known_again(mine: Tokens, theirs: Tokens, start: int) -> int:
+    "Tokens of `mine` from `start` on that also stand in `theirs`, in whole pieces."
+    known, n, i = _pieces(theirs), 0, start
+    while i + _SHINGLE <= len(mine):
+        if mine[i:i + _SHINGLE].tobytes() in known:
+            n, i = n + _SHINGLE, i + _SHINGLE
+        else:
+            i += 1
+    return n
+
+
+def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
+    "(the earlier ask to compare with or None, tokens in common from the start)."
+    found = [(common_prefix(ask.tokens, p.tokens), p.ask, p) for p in past]
+    if not found:
+        return None, 0
+    common, _, best = max(found, key=lambda f: f[:2])
+    if 2 * common >= min(len(ask.tokens), len(best.tokens)):
+        return best, common
+    vector = embed_tokens(ask.tokens)    # what is nearest, though it starts otherwise?
+    near = nearest(vector, [Candidate(p, len(p.tokens), ask.ask - p.ask,
+                                      embed_tokens(p.tokens)) for p in past])
+    if near is not None:
+        other = near[0].name
+        share = _known_again(ask.tokens, other.tokens, 0) / max(1, len(ask.tokens))
+        if share >= _NEAR_ENOUGH:
+            return other, common_prefix(ask.tokens, other.tokens)
+    return (best, common) if common >= BLOCK else (None, common)
+
+
+def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
+             kind: str = "rewindable") -> Diagnosis:
+    """Compare an ask with the earlier ones and name what was lost, where and why.
+
+    `past`: earlier asks, any order; `text` turns tokens into text; `kind` is the
+    engine's memory kind.
+    """
+    n = len(ask.tokens)
+    if ask.mode == "raw":
+        return Diagnosis("raw", 0, 0, "", 0, "", "")
+    other, common = _relative(ask, [p for p in past if p.ask < ask.ask])
+    if other is None:
+        return Diagnosis("new", 0, common, _section(ask, common, text), 0, "", "")
+    replay = _replayed(ask, other, common)
+    if common - ask.reused >= BLOCK:     # it was known, but not where it was wanted
+        cause, by = _out_of_reach(ask, other, past, kind)
+        return Diagnosis(cause, other.ask, common, _section(ask, ask.reused, text),
+                         min(common, n - 1) - ask.reused, "", "", by)
+    mine = text(ask.tokens[common:common + _AROUND])
+    theirs = text(other.tokens[common:common + _AROUND])
+    lost = _known_again(ask.tokens, other.tokens, common)
+    if replay:
+        cause, lost = "replay", max(lost, min(other.generated, n - common))
+    elif common >= len(other.tokens) - BLOCK // 4 or n - common <= BLOCK // 4:
+        cause, lost = "none", 0          # it goes on where the other ended
+    else:
+        cause = _textual(ask, other, common, mine, theirs, lost, text)
+    return Diagnosis(cause, other.ask, common, _section(ask, common, text),
+                     0 if cause in ("new", "none") else lost, mine[:200], theirs[:200])
+
+
+def _replayed(ask: Ask, other: Ask, common: int) -> bool:
+    "Does it extend the other's prompt, without the reply that was given to it?"
+    goes_on = common >= len(other.tokens) - BLOCK // 4 and \
+        len(ask.tokens) - common > other.generated
+    kept = ask.reused - len(other.tokens)
+    return goes_on and other.generated >= BLOCK and kept < other.generated // 2 \
+        and ask.slot == other.slot and ask.reused >= common - BLOCK
+
+
+def _out_of_reach(ask: Ask, other: Ask, past: Sequence[Ask], kind: str) -> tuple:
+    "(cause, ask that took the slot) for tokens that had been computed once."
+    if ask.life != other.life:
+        return "restart", 0
+    later = sorted((p for p in past if other.ask < p.ask < ask.ask
+                    and p.slot == other.slot and p.life == other.life),
+                   key=lambda p: p.ask)
+    for p in later:
+        if common_prefix(p.tokens, other.tokens) < len(other.tokens) - BLOCK:
+            return "evicted", p.ask
+    if other.at > ask.began > 0:
+        return "busy", 0
+    return ("engine limit" if kind != "rewindable" else "busy"), 0
+
+
+_DATE = re.compile(
+    r"\d{4}-\d{2}-\d{2}|\d{1,2}:\d{2}(:\d{2})?|\d{1,2}[./]\d{1,2}[./]\d{2,4}|"
+    r"\b(mon|tues|wednes|thurs|fri|satur|sun)day\b|\b(jan|feb|mar|apr|may|jun|jul|aug|"
+    r"sep|oct|nov|dec)[a-z]*\.? \d{1,2}|\d{1,2} (jan|feb|mar|apr|may|jun|jul|aug|sep|"
+    r"oct|nov|dec)", re.I)
+_NONCE = re.compile(r"^[\"'=:({\[]*(?=[^\s]*\d)[0-9A-Za-z_+/=-]{4,}[\"'.,;)}\]]*$")
+
+
+def _textual(ask: Ask, other: Ask, common: int, mine: str, theirs: str, lost: int,
+             text: Callable[[Tokens], str]) -> str:
+    "The class of a difference in the text itself."
+    if mine[:40] == theirs[:40] and mine:
+        return "token boundary"
+    before = text(ask.tokens[max(0, common - 24):common])
+    tail = re.search(r"\S*$", before).group()
+    words = [(tail + side).split()[:6] for side in (mine, theirs)]
+    if len(ask.tokens) < 0.6 * len(other.tokens) and lost < len(ask.tokens) // 2 \
+            and ask.conversation == other.conversation:
+        return "compaction"
+    near = [(before + side)[max(0, len(before) - 40):len(before) + 24]
+            for side in (mine, theirs)]
+    if all(_spans(_DATE, side, min(len(before), 40)) for side in near):
+        return "date"
+    if all(w and _NONCE.match(w[0]) for w in words) and lost:
+        return "nonce"
+    if lost >= BLOCK // 2:
+        names = [re.findall(r'"name":\s*"([^"]+)"', text(side)) for side in (
+            ask.tokens, other.tokens)]
+        if names[0] != names[1] and sorted(names[0]) == sorted(names[1]) \
+                and len(names[0]) > 1:
+            return "tool order"
+        if _role(ask, common, text) == "assistant":
+            return "replay"
+        return "moved reminder" if _moved(ask, other, common) else "new"
+    if _role(ask, common, text) == "assistant":
+        return "replay"
+    return "new"
+
+
+def _spans(pattern: Any, text: str, at: int) -> bool:
+    "Does a match of the pattern cover the place of the difference, or touch it?"
+    return any(m.start() <= at + 1 and m.end() >= at - 1
+               for m in pattern.finditer(text))
+
+
+def _moved(ask: Ask, other: Ask, common: int) -> bool:
+    "Does what stands at the difference on one side stand elsewhere on the other?"
+    for a, b in ((ask.tokens, other.tokens), (other.tokens, ask.tokens)):
+        piece = a[common:common + _SHINGLE]
+        if len(piece) == _SHINGLE and piece.tobytes() in _pieces(b):
+            return True
+    return False
+
+
+def _role(ask: Ask, at: int, text: Callable[[Tokens], str]) -> str:
+    "The role of the message in which a token lies, '' in front of all."
+    k = bisect.bisect_right(list(ask.starts), at) - 1
+    if k < 0:
+        return ""
+    head = text(ask.tokens[ask.starts[k]:ask.starts[k] + 8])
+    found = re.search(r"system|developer|user|assistant|model|tool", head)
+    return {"model": "assistant", "developer": "system"}.get(
+        found.group(), found.group()) if found else ""
+
+
+def _section(ask: Ask, at: int, text: Callable[[Tokens], str]) -> str:
+    "Where a token lies, in words."
+    k = bisect.bisect_right(list(ask.starts), at) - 1
+    if k < 0:
+        return "template" if ask.starts else "text"
+    role = _role(ask, at, text)
+    tools = re.findall(r'"name":\s*"([^"]+)"', text(ask.tokens[ask.starts[k]:at + 1]))
+    if tools and role in ("system", "user", ""):
+        return f"tool {len(tools)} ({tools[-1]})"
+    return "system" if role == "system" else f"message {k} ({role or 'unknown'})"
+
+
+# ============================================================================
+# 11. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -2354,7 +2640,7 @@ def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
 
 
 # ============================================================================
-# 11. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 12. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -2381,48 +2667,43 @@ def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
 #    the disk raises (OSError).
 # ============================================================================
 _PIECE = 1 << 20                      # bytes in memory at a time
-_SLOT_HEAD = b"qsgg" + struct.pack("<I", 4)
-# ggml type -> bytes of its block; the types that --cache-type-k/-v take (ggml.h)
+# ggml type -> bytes of a block: what --cache-type-k and -v take (ggml.h, arg.cpp)
 _BLOCKS = {0: 4, 1: 2, 2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 20: 18, 30: 2}
-_STREAMS, _LAYERS, _CACHES = 256, 1024, 4    # more is not believed (LLAMA_MAX_SEQ)
+_STREAMS, _LAYERS, _CACHES = 256, 1024, 4      # more is not believed (LLAMA_MAX_SEQ)
 
 
 class _Plain(NamedTuple):
-    "Bytes without rows: headers, windowed caches, recurrent states."
+    "Bytes that are not rows of tokens: headers, windows, recurrent states."
     offset: int
     length: int
 
 
 class _Rows(NamedTuple):
-    "A matrix of one row for each saved token, row i for token i."
+    "A matrix with one row for each saved token, row i for token i."
     offset: int
     row_bytes: int
     n_rows: int
-
-    @property
-    def length(self) -> int:
-        return self.row_bytes * self.n_rows
+    length = property(lambda self: self.row_bytes * self.n_rows)
 
 
 class _Cache(NamedTuple):
-    "The cells of one KV cache: the last `cells` tokens of the slot."
-    count_at: int                    # where the file says how many cells
+    "One KV cache: the last `cells` tokens of the slot."
+    count_at: int                    # where the number of cells is written
     cells: int
-    meta_at: int
-    meta_bytes: int                  # a cell: 12, or 24 with 2D positions (M-RoPE)
-    matrices: tuple                  # (offset, bytes a row) of each K, then each V
+    meta_bytes: int                  # of a cell: 12, or 24 with 2D positions (M-RoPE)
+    matrices: tuple                  # (offset, bytes a row) of the Ks, then the Vs
     end: int
 
 
 class Layout(NamedTuple):
     n_tokens: int
-    tokens_at: int
+    tokens_at: int                   # n_tokens x u32
     caches: tuple
-    parts: tuple                     # _Plain and _Rows; together the whole file
+    parts: tuple                     # Plain and Rows: the whole file, in its order
 
 
 class _Odd(Exception):
-    "This is not laid out as described above."
+    "The file is not laid out like that."
 
 
 def slot_file_tokens(start: bytes) -> Optional[Tokens]:
@@ -2442,178 +2723,162 @@ def slot_file_tokens(start: bytes) -> Optional[Tokens]:
     return array("I", start[24:24 + 4 * count])
 
 
-# ---- reading -------------------------------------------------------------------
-class _SlotSource:
-    "Bounds-checked reads of a file of `size` bytes."
-
-    def __init__(self, file: Any, size: int):
-        self.file, self.size = file, size
+class _SlotSource(NamedTuple):
+    file: Any
+    size: int
 
     def read(self, at: int, n: int) -> bytes:
         if at + n > self.size:
             raise _Odd
         self.file.seek(at)
-        raw = self.file.read(n)
-        if len(raw) != n:
+        data = self.file.read(n)
+        if len(data) < n:            # cut short meanwhile
             raise _Odd
-        return raw
+        return data
 
     def words(self, at: int, n: int) -> array:
-        words = array("I")
-        words.frombytes(self.read(at, 4 * n))
-        return words
+        return array("I", self.read(at, 4 * n))
 
 
 def read_layout(file: Any, size: int) -> Optional[Layout]:
-    "Where things are in a slot file; K and V rows are skipped, not read."
+    "What lies where in a slot file of `size` bytes; K and V are skipped, not read."
     source = _SlotSource(file, size)
-    try:
-        if sys.byteorder != "little" or source.read(0, 8) != _SLOT_HEAD:
+    with contextlib.suppress(_Odd):
+        if sys.byteorder != "little" or source.read(0, 8) != b"qsgg\4\0\0\0":
             return None
         words, marker, inner, n = source.words(8, 4)
-        if not n or (words, marker, inner) != (n + 4, 0xFFFFFFFF, 1) \
-                or source.words(24 + 4 * n, 1)[0]:
-            return None              # empty, with pictures, or something else
-        caches = _slot_caches(source, 28 + 4 * n, n, _CACHES)
-    except _Odd:
-        return None
-    return Layout(n, 24, tuple(caches), tuple(_slot_parts(caches, n, size)))
+        if n and (words, marker, inner) == (n + 4, 0xFFFFFFFF, 1) \
+                and not source.words(24 + 4 * n, 1)[0]:        # no pictures
+            caches = _slot_caches(source, 28 + 4 * n, n, _CACHES)
+            return Layout(n, 24, tuple(caches), tuple(_slot_parts(caches, n, size)))
+    return None
 
 
-def _slot_caches(source: _SlotSource, at: int, n: int, depth: int) -> list:
-    """The KV caches from `at` on; they and a recurrent state fill the file.
+def _slot_caches(source: _SlotSource, at: int, n: int, most: int) -> list:
+    """The caches from `at` on; with a recurrent state or without they end the file.
 
-    Nothing says whether cells have 2D positions or V exists: what leads to the exact
-    end of the file is right.
+    Whether cells have 2D positions and whether there is a V is not written anywhere:
+    right is what ends where the file ends.
     """
-    if at == source.size:
+    if at == source.size or _is_recurrent_state(source, at, n):
         return []
-    with contextlib.suppress(_Odd):
-        _check_recurrent(source, at, n)
-        return []
-    for meta_bytes in (12, 24) if depth else ():
-        for kinds in (2, 1):         # K and V, K alone (latent attention)
+    for meta_bytes in (12, 24) if most else ():
+        for kinds in (2, 1):         # K and V, K alone
             with contextlib.suppress(_Odd):
                 cache = _slot_cache(source, at, n, meta_bytes, kinds)
-                return [cache] + _slot_caches(source, cache.end, n, depth - 1)
+                return [cache, *_slot_caches(source, cache.end, n, most - 1)]
     raise _Odd
 
 
 def _slot_cache(source: _SlotSource, at: int, n: int, meta_bytes: int,
                 kinds: int) -> _Cache:
-    streams = source.words(at, 1)[0]
-    if not 1 <= streams <= _STREAMS:
-        raise _Odd
-    counts = source.words(at + 4, min(streams, (source.size - at - 4) // 4))
-    before = next((i for i, count in enumerate(counts) if count), streams)
-    if before == streams or counts[before] > n:
-        raise _Odd
-    count_at, cells = at + 4 + 4 * before, counts[before]
-    meta_at = count_at + 4
-    _check_cells(source.words(meta_at, cells * meta_bytes // 4), meta_bytes // 4, n)
-    at = meta_at + cells * meta_bytes
+    left, cells = source.words(at, 1)[0], 0      # streams; the slot lives in one
+    while not cells:
+        at += 4
+        if not 0 < left <= _STREAMS:
+            raise _Odd
+        left, cells = left - 1, source.words(at, 1)[0]
+    count_at, step = at, meta_bytes // 4
+    meta = source.words(at + 4, cells * step)
+    positions = meta[::step] if cells == n else array("I", sorted(meta[::step]))
+    if cells > n or positions != array("I", range(n - cells, n)) \
+            or meta[1::step] != array("I", [1]) * cells:
+        raise _Odd                   # all in order, or the last: windows are rings
+    at += 4 + cells * meta_bytes
     transposed, layers = source.words(at, 2)
     if transposed or layers > _LAYERS:
-        raise _Odd                   # without flash attention a V row is a column
-    matrices, at = _matrices(source, at + 16, cells, kinds * layers)
-    after = streams - before - 1     # a slot lives in one stream
-    if any(source.words(at, after)):
         raise _Odd
-    return _Cache(count_at, cells, meta_at, meta_bytes, matrices, at + 4 * after)
-
-
-def _check_cells(meta: array, step: int, n: int) -> None:
-    "All n positions in order, or the last ones in any order (a window goes round)."
-    positions, cells = meta[::step], len(meta) // step
-    if cells < n:
-        positions = array("I", sorted(positions))
-    if positions != array("I", range(n - cells, n)) \
-            or meta[1::step] != array("I", [1]) * cells:
+    matrices, at = _slot_matrices(source, at + 16, cells, kinds * layers)
+    if any(source.words(at, left)) or any(row > _PIECE for _, row in matrices):
         raise _Odd
+    return _Cache(count_at, cells, meta_bytes, matrices, at + 4 * left)
 
 
-def _matrices(source: _SlotSource, at: int, cells: int, count: int) -> tuple:
-    "((offset, bytes a row), ...) of `count` matrices, and where they end."
+def _slot_matrices(source: _SlotSource, at: int, cells: int, count: int) -> tuple:
+    "((offset, bytes a row), ...) of `count` matrices, and where the last one ends."
     found = []
     for _ in range(count):
         kind, row = struct.unpack("<iQ", source.read(at, 12))
         if kind not in _BLOCKS or row % _BLOCKS[kind]:
             raise _Odd
-        if row:                      # a layer without attention has rows of nothing
+        if row:                      # layers without attention have rows of nothing
             found.append((at + 12, row))
         at += 12 + cells * row
-    if at > source.size:
-        raise _Odd
     return tuple(found), at
 
 
-def _check_recurrent(source: _SlotSource, at: int, n: int) -> None:
-    "One cell, its state after token n - 1, and nothing behind it."
-    cells, position, slots, transposed, layers = source.words(at, 5)
-    if (cells, position, slots, transposed) != (1, n - 1, 0, 0) or layers > _LAYERS:
-        raise _Odd
-    at += 20
-    for _ in range(2 * layers):
-        if at < source.size:
-            at = _matrices(source, at, 1, 1)[1]
-    if at != source.size:
-        raise _Odd
+def _is_recurrent_state(source: _SlotSource, at: int, n: int) -> bool:
+    "Is the rest one cell with the state after token n - 1?"
+    with contextlib.suppress(_Odd):
+        *cell, layers = source.words(at, 5)
+        if cell == [1, n - 1, 0, 0] and layers <= _LAYERS:
+            at += 20
+            for _ in range(2 * layers):
+                at = at if at == source.size else _slot_matrices(source, at, 1, 1)[1]
+            return at == source.size
+    return False
 
 
 def _slot_parts(caches: list, n: int, size: int) -> Iterable:
-    rows = [_Rows(24, 4, n)]
+    rows, at = [_Rows(24, 4, n)], 0
     for cache in caches:
         if cache.cells == n:
-            rows.append(_Rows(cache.meta_at, cache.meta_bytes, n))
+            rows.append(_Rows(cache.count_at + 4, cache.meta_bytes, n))
             rows += [_Rows(offset, row, n) for offset, row in cache.matrices]
-    at = 0
-    for part in rows:
+    for part in (*rows, _Plain(size, 0)):
         if part.offset > at:
             yield _Plain(at, part.offset - at)
-        yield part
+        if part.length:
+            yield part
         at = part.offset + part.length
-    if at < size:
-        yield _Plain(at, size - at)
 
 
-# ---- deltas ----------------------------------------------------------------------
-# "tokd", u32 1, u64 bytes of the child, 16 bytes blake2b of the child, u64 bytes of
-# the parent, u32 steps; each step u64 offset in the parent (or _OWN), u64 bytes; then
-# the child's own bytes, one after another.
-_DELTA = struct.Struct("<4sIQ16sQI")
-_STEP = struct.Struct("<QQ")
-_OWN = (1 << 64) - 1
-_STEPS = 1 << 16                     # more is not believed
+# ---- deltas ------------------------------------------------------------------------
+# "tokd", u32 1, u64 bytes of the child, its blake2b (16), u64 bytes of the parent, u32
+# steps; a step: u64 offset in the parent or _OWN, u64 bytes; then the own bytes.
+_DELTA, _STEP = struct.Struct("<4sIQ16sQI"), struct.Struct("<QQ")
+_OWN, _STEPS = (1 << 64) - 1, 1 << 16          # more steps are not believed
 
 
 def split_delta(child: Any, parent: Any, out: Any) -> Optional[int]:
-    """Write `child` as a delta on `parent`; its bytes, None if nothing is shared.
+    """Write the slot file `child` as a delta on `parent`, from the start of `out`.
 
-    Shared are the first rows of each matrix that are the same bytes in both, up to the
-    first token that differs: equal tokens computed in other batches differ in bits.
+    Gives the delta's bytes; whether that is little enough the caller judges.  None:
+    one of them is unknown, or they share no token.  Of each matrix those first rows
+    are shared that hold the same bytes in both: never more than the tokens, fewer
+    where equal tokens were computed in other batches.
     """
     size, parent_size = _file_size(child), _file_size(parent)
     layout, base = read_layout(child, size), read_layout(parent, parent_size)
     if layout is None or base is None:
         return None
     steps = list(_steps(child, parent, layout, base))
-    if len(steps) == 1:
+    if len(steps) < 2:
         return None
-    return _write_delta(child, out, size, parent_size, steps)
+    out.seek(_DELTA.size)
+    out.write(b"".join(_STEP.pack(*step) for step in steps))
+    digest = hashlib.blake2b(digest_size=16)
+    child.seek(0)
+    for source, n in steps:
+        if not _copy_bytes(child, out if source == _OWN else None, n, digest):
+            return None              # it was cut short meanwhile
+    end = out.tell()
+    out.seek(0)
+    out.write(_DELTA.pack(b"tokd", 1, size, digest.digest(), parent_size, len(steps)))
+    return end
 
 
 def _steps(child: Any, parent: Any, layout: Layout, base: Layout) -> Iterable:
-    "(offset in the parent or _OWN, bytes) from the child's beginning to its end."
-    likes = iter([part for part in base.parts if isinstance(part, _Rows)])
+    "(offset in the parent or _OWN, bytes), from the start of the child to its end."
+    likes = (part for part in base.parts if isinstance(part, _Rows))
     most, own = min(layout.n_tokens, base.n_tokens), 0
     for part in layout.parts:
-        shared = 0
-        like = next(likes, None) if isinstance(part, _Rows) else None
+        shared, like = 0, next(likes, None) if isinstance(part, _Rows) else None
         if like is not None and like.row_bytes == part.row_bytes:
-            same = _same_rows(child, parent, part, like, most)
-            shared = same * part.row_bytes
+            rows = _same_rows(child, parent, part, like, most)
+            shared = rows * part.row_bytes
             if part.offset == layout.tokens_at:
-                most = same          # the tokens come first, and bound the rest
+                most = rows          # the tokens come first
         if shared:
             if own:
                 yield _OWN, own
@@ -2627,123 +2892,39 @@ def _steps(child: Any, parent: Any, layout: Layout, base: Layout) -> Iterable:
 def _same_rows(child: Any, parent: Any, part: _Rows, like: _Rows,
                most: int) -> int:
     "How many of the first `most` rows hold the same bytes."
-    at, end = 0, most * part.row_bytes
-    while at < end:
-        child.seek(part.offset + at)
-        parent.seek(like.offset + at)
-        ours = child.read(min(_PIECE, end - at))
-        theirs = parent.read(len(ours))
-        if ours != theirs or not ours:
-            return (at + _equal_bytes(ours, theirs)) // part.row_bytes
-        at += len(ours)
+    size, piece = part.row_bytes, max(1, _PIECE // part.row_bytes)
+    for row in range(0, most, piece):
+        n = min(piece, most - row)
+        child.seek(part.offset + row * size)
+        parent.seek(like.offset + row * size)
+        ours, theirs = child.read(n * size), parent.read(n * size)
+        if ours != theirs:
+            return row + next((i for i in range(n) if ours[i * size:(i + 1) * size]
+                               != theirs[i * size:(i + 1) * size]), 0)
     return most
 
 
-def _equal_bytes(a: bytes, b: bytes) -> int:
-    "How many bytes two pieces have in common from their start."
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _write_delta(child: Any, out: Any, size: int, parent_size: int,
-                 steps: list) -> int:
-    start = out.tell()
-    out.write(bytes(_DELTA.size))    # the digest is known at the end
-    for step in steps:
-        out.write(_STEP.pack(*step))
-    digest = _new_digest()
-    child.seek(0)
-    for source, n in steps:
-        _copy_bytes(child, out if source == _OWN else None, n, digest)
-    end = out.tell()
-    out.seek(start)
-    out.write(_DELTA.pack(b"tokd", 1, size, digest.digest(), parent_size, len(steps)))
-    out.seek(end)
-    return end - start
-
-
 def join_delta(delta: Any, parent: Any, out: Any) -> bool:
-    """Write the child of a delta; True when its digest says it is the child.
+    """Write the child of a delta, byte for byte; True when its digest agrees.
 
-    False: a damaged delta or another parent, and what was written is of no use.
+    False: a damaged delta or another parent; what was written is then of no use.
     """
-    head = delta.read(_DELTA.size)
-    if len(head) != _DELTA.size:
-        return False
+    head = delta.read(_DELTA.size).ljust(_DELTA.size, b"\0")
     magic, version, size, wanted, parent_size, count = _DELTA.unpack(head)
-    if (magic, version) != (b"tokd", 1) or count > _STEPS \
-            or parent_size != _file_size(parent):
-        return False
-    raw = delta.read(count * _STEP.size)
-    if len(raw) != count * _STEP.size:
+    raw = delta.read(min(count, _STEPS) * _STEP.size)
+    if (magic, version) != (b"tokd", 1) or len(raw) != count * _STEP.size:
         return False
     steps = list(_STEP.iter_unpack(raw))
-    if sum(n for _, n in steps) != size:
+    if parent_size != _file_size(parent) or sum(n for _, n in steps) != size \
+            or any(at != _OWN and at + n > parent_size for at, n in steps):
         return False
-    digest = _new_digest()
-    for source, n in steps:
-        if source != _OWN:
-            if source + n > parent_size:
-                return False
-            parent.seek(source)
-        if not _copy_bytes(delta if source == _OWN else parent, out, n, digest):
+    digest = hashlib.blake2b(digest_size=16)
+    for at, n in steps:
+        if at != _OWN:
+            parent.seek(at)
+        if not _copy_bytes(delta if at == _OWN else parent, out, n, digest):
             return False
     return digest.digest() == wanted
-
-
-# ---- windows -----------------------------------------------------------------------
-def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
-    """Copy a slot file with `cells` dummy cells before each window; False: not done.
-
-    llama-server without --swa-full saves the last `window` cells of a windowed layer
-    and after a restore wants one more, or it recomputes everything.  The dummies have
-    the positions before the smallest saved one and zero K and V; every later query is
-    further than `window` from them, so nothing sees them.  With 2 the same prompt
-    again counts too; 3 would be wrong.  Files whose tokens all fit in the window
-    cannot be helped.
-    """
-    size = _file_size(src)
-    layout = read_layout(src, size)
-    windows = [] if layout is None else [
-        c for c in layout.caches if c.cells < layout.n_tokens]
-    if not windows or any(layout.n_tokens - c.cells < cells for c in windows):
-        return False
-    at = 0
-    for offset, new, instead_of in _widenings(src, layout.n_tokens, windows, cells):
-        src.seek(at)
-        _copy_bytes(src, out, offset - at)
-        out.write(new)
-        at = offset + instead_of
-    src.seek(at)
-    return _copy_bytes(src, out, size - at)
-
-
-def _widenings(src: Any, n: int, windows: list, cells: int) -> Iterable:
-    "(offset, new bytes, how many old bytes they replace), in the order of the file."
-    for cache in windows:
-        yield cache.count_at, struct.pack("<I", cache.cells + cells), 4
-        src.seek(cache.meta_at)
-        cell, first = array("i", src.read(cache.meta_bytes)), n - cache.cells
-        dummies = b""
-        for position in range(first - cells, first):
-            cell[0] = position
-            if len(cell) > 3:
-                cell[2] = cell[3] = position
-            dummies += cell.tobytes()
-        yield cache.meta_at, dummies, 0
-        for offset, row in cache.matrices:
-            yield offset, bytes(cells * row), 0
-
-
-# ---- bytes --------------------------------------------------------------------------
-def _new_digest() -> Any:
-    return hashlib.blake2b(digest_size=16)
 
 
 def _file_size(file: Any) -> int:
@@ -2751,17 +2932,54 @@ def _file_size(file: Any) -> int:
 
 
 def _copy_bytes(src: Any, out: Optional[Any], n: int, digest: Any = None) -> bool:
-    "Move n bytes on, to `out` and into the digest; False when there are fewer."
+    "The next n bytes of `src` to `out` and the digest; False when there are fewer."
     while n > 0:
         data = src.read(min(_PIECE, n))
         if not data:
             return False
-        if digest is not None:
-            digest.update(data)
         if out is not None:
             out.write(data)
+        if digest is not None:
+            digest.update(data)
         n -= len(data)
     return True
+
+
+# ---- windows -----------------------------------------------------------------------
+def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
+    """Copy a slot file with 1 or 2 dummy cells in front of its window; False: not done.
+
+    Without --swa-full the engine saves `window` cells of a windowed layer and after a
+    restore wants one more, or it computes everything again.  The dummies have the
+    positions before the smallest saved one, and zeros for K and V; every later token is
+    `window` or more away, so none sees them.  With 1 a pure extension is reused, with 2
+    (where there is room) also the same prompt, or all of it but the last token; 3 would
+    be wrong.  Not done: no window, all tokens within it, dummies there already.
+    """
+    size = _file_size(src)
+    layout = read_layout(src, size)
+    edits: list = []                 # (offset, bytes replaced, new bytes)
+    for cache in layout.caches if layout is not None and cells in (1, 2) else ():
+        first = layout.n_tokens - cache.cells
+        if first and cache.matrices:
+            n = min(cells, first)
+            src.seek(cache.count_at + 12)
+            slot = src.read(4)
+            src.seek(cache.matrices[0][0])
+            if cache.meta_bytes != 12 or not any(src.read(cache.matrices[0][1])):
+                return False
+            edits += [(cache.count_at, 4, struct.pack("<I", cache.cells + n)),
+                      (cache.count_at + 4, 0, b"".join(
+                          struct.pack("<iI", position, 1) + slot
+                          for position in range(first - n, first)))]
+            edits += [(offset, 0, bytes(n * row)) for offset, row in cache.matrices]
+    at, whole = 0, bool(edits)
+    for offset, replaced, new in (*edits, (size, 0, b"")) if edits else ():
+        src.seek(at)
+        whole = _copy_bytes(src, out, offset - at) and whole
+        out.write(new)
+        at = offset + replaced
+    return whole
 
 
 # ---------------------------------------------------------------------------
@@ -2770,7 +2988,7 @@ def _copy_bytes(src: Any, out: Optional[Any], n: int, digest: Any = None) -> boo
 
 
 # ============================================================================
-# 12. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 13. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term.
 # ============================================================================
 log = logging.getLogger("toki")
@@ -3087,7 +3305,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 13. MACHINE - where state lives; memory; who runs.
+# 14. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
 #    local_token, start_logging, cpu_count.
 # ============================================================================
@@ -3191,8 +3409,8 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 14. ENGINE - one llama-server: talk, probe, start, watch, stop.
-#    uses: WORDS, SETTINGS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
+# 15. ENGINE - one llama-server: talk, probe, start, watch, stop.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
 #    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context,
 #    crash_remedy.
 # ============================================================================
@@ -3536,6 +3754,9 @@ class Engine:
             "content": content, "add_special": add_special,
             "parse_special": True})["tokens"]
 
+    def detokenize(self, tokens: Tokens) -> str:
+        return self.json("POST", "/detokenize", {"tokens": list(tokens)})["content"]
+
     def learn_controls(self, text: str) -> dict:
         """Which control-token-like strings of this text are control tokens here.
 
@@ -3673,22 +3894,27 @@ class EngineProcess:
 
 
 # ============================================================================
-# 15. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
-#    uses: WORDS, EDGES.  offers: Ledger, LEDGER_SCHEMA.
+# 16. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+#    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, LEDGER_SCHEMA.
 #
 #    One thread owns the database; asks hand it rows and never wait.
 # ============================================================================
 LEDGER_SCHEMA = 2
 _LEDGER_ROWS = 100_000
-_COLUMNS = ("ask", "at", "life", "route", "model", "client", "conversation", "klass",
-            "mode", "slot", "source", "kind", "prompt_tokens", "reused_tokens",
+_HISTORY_ASKS, _HISTORY_BYTES = 2000, 64 << 20
+_COLUMNS = ("run", "ask", "at", "life", "route", "model", "client", "conversation",
+            "klass", "mode", "slot", "source", "kind", "prompt_tokens", "reused_tokens",
             "expected_tokens", "computed_tokens", "generated_tokens", "queued_ms",
             "ttft_ms", "total_ms", "status", "why", "regret_ms", "saved_bytes",
             "restored_bytes")
 
 
 class Ledger:
-    "Writes rows behind the asks; trouble with the disk is said once and forgotten."
+    """Writes rows behind the asks; trouble with the disk is said once and forgotten.
+
+    Beside the rows, the token ids of the latest asks are kept (owner-only, bounded by
+    number and bytes) for `toki why`.
+    """
 
     def __init__(self, path: str, edges: Edges):
         self.path, self.edges = path, edges
@@ -3698,14 +3924,21 @@ class Ledger:
                                         daemon=True)
         self._thread.start()
 
-    def add(self, row: dict) -> None:
+    def add(self, row: dict, tokens: Optional[Tokens] = None,
+            starts: Sequence[int] = ()) -> None:
         with contextlib.suppress(queue.Full):
-            self._rows.put_nowait(row)
+            self._rows.put_nowait((row, tokens, starts))
 
     def close(self) -> None:
         "Write what is left, at most for a few seconds."
         self._rows.put(None)
         self._thread.join(5)
+
+    def flush(self, patience_s: float = 5) -> None:
+        "Wait until what was added so far can be read."
+        done = threading.Event()
+        self._rows.put(done)
+        done.wait(patience_s)
 
     def _open(self) -> sqlite3.Connection:
         db = self.edges.disk.database(self.path)
@@ -3718,40 +3951,104 @@ class Ledger:
         for column in _COLUMNS:
             if column not in there:
                 db.execute(f"ALTER TABLE asks ADD COLUMN {column}")
+        db.execute("CREATE TABLE IF NOT EXISTS tokens (seq INTEGER PRIMARY KEY, run, "
+                   "ask, packed, starts)")
         db.execute(f"PRAGMA user_version = {LEDGER_SCHEMA}")
         return db
 
     def _run(self) -> None:
-        db = None
-        done = False
+        db, done = None, False
         while not done:
-            rows = [self._rows.get()]
+            items = [self._rows.get()]
             with contextlib.suppress(queue.Empty):
-                while len(rows) < 500:
-                    rows.append(self._rows.get_nowait())
-            done = None in rows
-            rows = [tuple(r.get(c) for c in _COLUMNS) for r in rows if r is not None]
+                while len(items) < 500:
+                    items.append(self._rows.get_nowait())
+            done = None in items
+            rows = [i for i in items if isinstance(i, tuple)]
             try:
                 db = db or self._open()
                 with db:
-                    db.executemany(
-                        f"INSERT INTO asks ({', '.join(_COLUMNS)}) VALUES ("
-                        + ",".join("?" * len(_COLUMNS)) + ")", rows)
-                    if rows and (rows[-1][0] or 0) % 1000 == 0:
-                        db.execute("DELETE FROM asks WHERE rowid <= (SELECT max(rowid) "
-                                   "FROM asks) - ?", (_LEDGER_ROWS,))
+                    self._write(db, rows)
             except (sqlite3.Error, OSError, TokiError) as error:
                 if not self._warned:
                     log.warning("the ledger cannot be written (%s); asks go on", error)
                 self._warned = True
+            for flushed in items:
+                if isinstance(flushed, threading.Event):
+                    flushed.set()
             if not done:
                 self.edges.clock.sleep(0.2)      # a batch at a time, not a row
         if db is not None:
             db.close()
 
+    def _write(self, db: sqlite3.Connection, rows: list) -> None:
+        db.executemany(
+            f"INSERT INTO asks ({', '.join(_COLUMNS)}) VALUES ("
+            + ",".join("?" * len(_COLUMNS)) + ")",
+            [tuple(row.get(c) for c in _COLUMNS) for row, _, _ in rows])
+        for row, tokens, starts in rows:
+            if tokens is not None:
+                db.execute(
+                    "INSERT INTO tokens (run, ask, packed, starts) VALUES (?, ?, ?, ?)",
+                    (row["run"], row["ask"], zlib.compress(tokens.tobytes(), 1),
+                     json.dumps(list(starts))))
+        if rows and any((row["ask"] or 0) % 100 == 0 for row, _, _ in rows):
+            self._trim(db)
+
+    def _trim(self, db: sqlite3.Connection) -> None:
+        "Forget the oldest beyond the bounds."
+        db.execute("DELETE FROM asks WHERE rowid <= (SELECT max(rowid) FROM asks) - ?",
+                   (_LEDGER_ROWS,))
+        db.execute("DELETE FROM tokens WHERE seq <= (SELECT max(seq) FROM tokens) - ?",
+                   (_HISTORY_ASKS,))
+        kept = db.execute("SELECT seq, length(packed) FROM tokens ORDER BY seq DESC"
+                          ).fetchall()
+        total = 0
+        for seq, size in kept:
+            total += size
+            if total > _HISTORY_BYTES:
+                db.execute("DELETE FROM tokens WHERE seq <= ?", (seq,))
+                break
+
+    # ---- reading, from any thread -------------------------------------------
+    def history(self, run: str, ask: int, most: int = 400) -> list:
+        """The `Ask` records of this run up to `ask`, newest first; [] without any.
+
+        Raises TokiError when the ledger cannot be read.
+        """
+        self.flush()
+        try:
+            db = self.edges.disk.database(self.path)
+            with contextlib.closing(db):
+                rows = db.execute(
+                    "SELECT t.ask, packed, starts, life, slot, at, conversation, "
+                    "reused_tokens, generated_tokens, mode, total_ms FROM tokens t "
+                    "JOIN asks a ON a.run = t.run AND a.ask = t.ask WHERE t.run = ? AND "
+                    "t.ask <= ? ORDER BY t.ask DESC LIMIT ?", (run, ask, most)
+                ).fetchall()
+        except (sqlite3.Error, OSError) as error:
+            raise TokiError(f"the ledger cannot be read: {error}") from None
+        out = []
+        for ask_id, packed, starts, *rest, total_ms in rows:
+            tokens = array("I")
+            tokens.frombytes(zlib.decompress(packed))
+            life, slot, at, conversation, reused, generated, mode = rest
+            out.append(Ask(ask_id, tokens, json.loads(starts), life, slot, at,
+                           conversation, reused or 0, generated or 0, mode,
+                           at - (total_ms or 0) / 1000))
+        return out
+
+    def forget(self) -> None:
+        "Purge the token ids (the rows of figures stay)."
+        self.flush()
+        db = self.edges.disk.database(self.path)
+        with contextlib.closing(db), db:
+            db.execute("DELETE FROM tokens")
+            db.execute("PRAGMA secure_delete = 1")
+
 
 # ============================================================================
-# 16. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 17. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -3882,7 +4179,8 @@ class Shelf:
         disk, path = self.edges.disk, self.path(name)
         try:
             with disk.open_binary(path) as src, disk.replacing(path) as out:
-                if not widen_window(src, out):
+                # Two cells also serve the same prompt again.
+                if not widen_window(src, out, 2) and not widen_window(src, out):
                     raise ValueError
             return disk.size(path)
         except (OSError, ValueError):
@@ -4073,6 +4371,8 @@ class Shelf:
                 self._warn("index", f"the shelf's index cannot be written: {error}")
                 if job == "end":
                     break
+            except Exception:            # a librarian must not die
+                log.exception("the shelf failed inside at %s", job)
         if db is not None:
             db.close()
 
@@ -4224,7 +4524,7 @@ class Shelf:
 
 
 # ============================================================================
-# 17. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 18. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -4363,10 +4663,13 @@ class Prompter:
 
 
 # ============================================================================
-# 18. MOVES - state from slot to shelf and back, under a lease.
+# 19. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
+_LET_IN_S = 0.25
+
+
 class ClientGone(Exception):
     "The client left; there is nobody to answer."
 
@@ -4412,19 +4715,28 @@ class Lease:
         self.keeper.abort(self, sent)
 
 
+def _engine_ms(reply: dict, name: str, measured: float) -> float:
+    """What a move took by the engine's own clock: the call's time would count the
+    batches of other slots that it waited for, which computing waits for as well."""
+    value = (reply.get("timings") or {}).get(name)
+    return float(value) if isinstance(value, (int, float)) else measured
+
+
 class Mover:
     """Carries out the moves of a plan: save, fork, restore, prefill a head.
 
     Shares lock and book with the keeper, which hands in what lies above: `waiting`
-    gives the prompts of the asks that wait, `grant` lets them be looked at again (both
-    called with the lock held), `spent` is told of tokens computed on the side.
+    gives the prompts of the asks that wait, `arriving` counts those whose tokens are
+    being made, `grant` lets them be looked at again (all called with the lock held),
+    `spent` is told of tokens computed on the side.
     """
 
     def __init__(self, engine: Engine, book: Book, lock: OwnedLock, edges: Edges,
                  ability: Callable[[], Ability], waiting: Callable[[], list],
-                 grant: Callable[[], None], spent: Callable[[int], None]):
+                 arriving: Callable[[], int], grant: Callable[[], None],
+                 spent: Callable[[int], None]):
         self.engine, self.book, self.lock, self.edges = engine, book, lock, edges
-        self.ability, self.waiting = ability, waiting
+        self.ability, self.waiting, self.arriving = ability, waiting, arriving
         self.grant, self.spent = grant, spent
         self.shelf: Optional[Shelf] = None
 
@@ -4478,6 +4790,8 @@ class Mover:
         ends = {plan.brink: "", plan.turn: "turn", **dict.fromkeys(plan.heads, "head")}
         at, clean = plan.expect, False
         while True:
+            if exact:
+                self._let_others_in()
             with self.lock:
                 cut = self._cut_locked(lease, at, clean) if exact else 0
             stop = min((e for e in (cut, *ends) if e > at or e == cut > 0), default=0)
@@ -4494,6 +4808,13 @@ class Mover:
                            lease.seat)
             with self.lock:              # those who wait for it may go on
                 self.grant()
+
+    def _let_others_in(self) -> None:
+        "Give asks that are just arriving a moment to say what they share."
+        clock = self.edges.clock
+        end = clock.now() + _LET_IN_S
+        while self.arriving() and clock.now() < end:
+            clock.sleep(0.002)
 
     def _cut_locked(self, lease: Lease, at: int, clean: bool) -> int:
         """The first place from `at` on where a waiting ask leaves this prompt and no
@@ -4527,7 +4848,7 @@ class Mover:
             log.warning("a slot could not be saved: %s", error.message)
             shelf.remove(snap_id, name)
             return None
-        ms = (clock.now() - began) * 1000
+        ms = _engine_ms(reply, "save_ms", (clock.now() - began) * 1000)
         saved = int(reply.get("n_saved") or 0)
         size = int(reply.get("n_written") or 0)
         shelf.moved(saved=size)
@@ -4616,7 +4937,7 @@ class Mover:
                     self.book.apply(Unshelved(snap_id))
                 self.shelf.remove(snap_id, snap.name)
             return False
-        ms = (self.edges.clock.now() - began) * 1000
+        ms = _engine_ms(reply, "restore_ms", (self.edges.clock.now() - began) * 1000)
         with self.lock:
             book = self.book
             if snap_id in book.snaps:
@@ -4685,7 +5006,7 @@ class Mover:
 
 
 # ============================================================================
-# 19. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 20. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
 #    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
 # ============================================================================
@@ -4724,11 +5045,12 @@ class Keeper:
         self.mover = Mover(
             engine, self.book, self.lock, edges, self.ability,
             lambda: [t.prompt for t in self.tickets if t.prompt is not None],
-            self._grant_locked, self._caused)
+            lambda: self.arriving, self._grant_locked, self._caused)
         self.tickets: list = []
         self.open_by_client: dict = {}
         self.last_grant: dict = {}       # client -> number of its latest grant
         self.asks = self.grants = self.opened = self.ended = 0
+        self.arriving = 0                # asks whose tokens are being made
         self.up = threading.Event()
         self.state = "absent"            # absent | loading | ready | sleeping
         self.trouble = ""                # why it is absent, in a sentence
@@ -4743,6 +5065,7 @@ class Keeper:
         self._ended_at = 0.0             # its counters trail a reply by a moment
         self.stopping = threading.Event()
         self.started = edges.clock.wall()
+        self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
         self.recent: deque = deque(maxlen=200)   # rows for the faces
 
     @property
@@ -4958,8 +5281,21 @@ class Keeper:
             self.book.counters.add(name)
 
     # ---- leases -----------------------------------------------------------
+    def admit(self, request: Request, core: bytes,
+              tick: Callable[[str], None]) -> Lease:
+        "Tokens and a slot for an ask; others may wait a moment for it to be known."
+        with self.lock:
+            self.arriving += 1
+        try:
+            prompt = self.prompter.prepare(request, core)
+        except BaseException:
+            with self.lock:
+                self.arriving -= 1
+            raise
+        return self.acquire(request, prompt, tick, 1)
+
     def acquire(self, request: Request, prompt: Optional[Prompt],
-                tick: Callable[[str], None]) -> Lease:
+                tick: Callable[[str], None], arrives: int = 0) -> Lease:
         """Wait for a slot and take it.
 
         `tick` is called several times a second while waiting; it may raise to give
@@ -4967,6 +5303,7 @@ class Keeper:
         """
         now = self.edges.clock.now()
         with self.lock:
+            self.arriving -= arrives
             c = self.config
             if len(self.tickets) >= c.max_queue:
                 self.book.counters.refused += 1
@@ -5358,11 +5695,37 @@ class Keeper:
                 "bytes": sum(s["n_bytes"] for s in snaps),
                 "budget": int(self.config.shelf_gb * (1 << 30)), "snapshots": snaps}
 
-    def record(self, row: dict) -> None:
+    def record(self, row: dict, prompt: Optional[Prompt]) -> None:
         "One finished ask, for ledger and faces."
+        row["run"] = self.run
         self.recent.append(row)
         if self.ledger is not None:
-            self.ledger.add(row)
+            self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
+                            else ())
+
+    def why(self, ask: int) -> dict:
+        """What an ask of this run computed and why, in figures and words; its text is
+        made of token ids here and now.  Raises Missing for an unknown one."""
+        if self.ledger is None:
+            raise Missing("no history is kept", "set history on")
+        known = self.ledger.history(self.run, ask)
+        if not known or known[0].ask != ask:
+            raise Missing(f"ask {ask} is not in the history",
+                          f"the latest one is {self.asks}")
+        mine, info = known[0], self.engine.info
+        d = diagnose(mine, known[1:], self._text, info.kind if info else "rewindable")
+        rate = self.book.rates.prefill_ms
+        row = next((r for r in self.recent if r["ask"] == ask), {})
+        return {"ask": ask, "class": d.kind, "prompt_tokens": len(mine.tokens),
+                "reused_tokens": mine.reused, "like_ask": d.like,
+                "first_differing_token": d.at, "section": d.section,
+                "lost_tokens_estimate": d.lost,
+                "lost_ms_estimate": None if rate is None else round(d.lost * rate, 1),
+                "mine": d.mine, "theirs": d.theirs, "evicted_by": d.by,
+                "remedy": d.remedy, "plan": row.get("why", "")}
+
+    def _text(self, tokens: Tokens) -> str:
+        return self.engine.detokenize(tokens) if tokens else ""
 
     def save_all(self, patience_s: float = 20) -> None:
         "Before the engine stops: everything worth keeping goes to the shelf."
@@ -5400,7 +5763,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 20. HTTP - framing, limits, deadlines: a server made of http.server.
+# 21. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -5801,7 +6164,7 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 21. GATEWAY - routes: bytes in and out, never decides.
+# 22. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, MOVES, KEEPER, HTTP.
 #    offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
@@ -5829,6 +6192,10 @@ ROUTES = (
     Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
     Route("GET", "/toki/state", "open", "state",
           "the state document behind every face"),
+    Route("GET", "/toki/why/{ask}", "token", "why_ask",
+          "why an ask computed what it did, with the differing text"),
+    Route("POST", "/toki/forget", "token", "forget",
+          "purge the token ids of the history"),
     Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
 )
 
@@ -6196,7 +6563,7 @@ class Gateway:
         path = normal_path(x.path)
         method = "GET" if x.method == "HEAD" else x.method
         here = [r for r in ROUTES if r.path == path or (
-            r.path.endswith("/{id}") and path.startswith(r.path[:-4]))]
+            r.path.endswith("}") and path.startswith(r.path[:r.path.index("{")]))]
         for route in here:
             if route.method == method:
                 x.path = path
@@ -6268,8 +6635,7 @@ class Gateway:
             self.keeper.wait_ready(reply.tick)
             core = core_json(ask)
             try:
-                prompt = self.keeper.prompter.prepare(ask, core)
-                lease = self.keeper.acquire(ask, prompt, reply.tick)
+                lease = self.keeper.admit(ask, core, reply.tick)
                 self._dispatch(ask, core, lease, reply, many)
                 return
             except EngineGone as error:
@@ -6379,7 +6745,8 @@ class Gateway:
             "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
             "regret_ms": max(0, round(lease.regret_ms, 1)),
             "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
-            "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)})
+            "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
+            lease.prompt if status == "ok" else None)
 
     # ---- everything else ------------------------------------------------------
     def model_name(self) -> str:
@@ -6451,6 +6818,19 @@ class Gateway:
     def _state(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document())
 
+    def _why_ask(self, x: Exchange) -> None:
+        asked = x.path.rpartition("/")[2]
+        if asked == "latest":
+            asked = str(self.keeper.asks)
+        if not asked.isdigit():
+            raise BadAsk(f"{asked[:40]!r} is no number of an ask", "or say `latest`")
+        x.send_json(200, self.keeper.why(int(asked)))
+
+    def _forget(self, x: Exchange) -> None:
+        if self.keeper.ledger is not None:
+            self.keeper.ledger.forget()
+        x.send_json(200, {"status": "forgotten"})
+
     def _stop(self, x: Exchange) -> None:
         x.hang_up()
         x.send_json(200, {"status": "stopping"})
@@ -6458,7 +6838,7 @@ class Gateway:
 
 
 # ============================================================================
-# 22. INSTALL - get an engine and a starter model.
+# 23. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
 #    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
 #    OFFLINE_HINT.
@@ -6751,7 +7131,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 23. STACK - up, down, status: engine and daemon as one thing.
+# 24. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER, HTTP,
 #    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
 #    daemon_json, self_check, status_text.
@@ -7171,6 +7551,25 @@ def stack_down(where: Places, edges: Edges, say: Callable[[str], None]) -> bool:
     return True
 
 
+def why_text(w: dict) -> str:
+    "A diagnosis as lines for people."
+    lines = [f"ask {w['ask']}: {w['class']}; {fmt_n(w['reused_tokens'])} of "
+             f"{fmt_n(w['prompt_tokens'])} tokens reused",
+             f"decided: {w['plan'] or 'unknown'}"]
+    if w["like_ask"]:
+        lines.append(f"most like ask {w['like_ask']}, differs from token "
+                     f"{w['first_differing_token']} on, in {w['section']}")
+    if w["lost_tokens_estimate"]:
+        lines.append(f"lost ~{fmt_n(w['lost_tokens_estimate'])} tokens, "
+                     f"~{fmt_ms(w['lost_ms_estimate'])}")
+    if w["evicted_by"]:
+        lines.append(f"its slot was taken by ask {w['evicted_by']}")
+    if w["mine"] or w["theirs"]:
+        lines += [f"  now    {json.dumps(w['mine'][:100], ensure_ascii=False)}",
+                  f"  before {json.dumps(w['theirs'][:100], ensure_ascii=False)}"]
+    return "\n".join([*lines, f"what helps: {w['remedy']}"])
+
+
 def status_text(state: dict) -> str:
     "The state document as lines for people."
     e, c = state["engine"], state["counters"]
@@ -7209,7 +7608,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 24. BENCH - toki's own cost, soak, and the everyday situations.
+# 25. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
 #    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
@@ -7771,7 +8170,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 25. DOCTOR - is everything fit, and if not, what to do.
+# 26. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -7868,7 +8267,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 26. COMMANDS - one function per subcommand, then main.
+# 27. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
@@ -7911,12 +8310,17 @@ class Context(NamedTuple):
     def say(self, text: str) -> None:
         self.edges.term.out(text)
 
-    def state(self) -> dict:
-        "The state document of the daemon that runs here (or at --host and --port)."
+    def ask_daemon(self, method: str, path: str, body: Any = None) -> Any:
+        "Ask the daemon that runs here (or at --host and --port), with the local token."
         record = running_daemon(self.where, self.edges)
         host = record["host"] if record else self.config.host
         port = record["port"] if record else self.config.port
-        return daemon_json(self.edges, host, port, "GET", "/toki/state")
+        token = local_token(self.edges, self.where, create=False)
+        return daemon_json(self.edges, host, port, method, path, body, token, 3600)
+
+    def state(self) -> dict:
+        "The state document of the daemon."
+        return self.ask_daemon("GET", "/toki/state")
 
 
 _JSON = _arg("--json", action="store_true", help="machine-readable output")
@@ -8035,6 +8439,33 @@ def cmd_cache(c: Context) -> int:
     c.say(json.dumps(stats, indent=1) if c.ns.json else table(
         [(k, "unknown" if v is None else f"{v:,.4g}" if isinstance(v, float)
           else f"{v:,}") for k, v in stats.items()], ("what", "value")))
+    return 0
+
+
+@_command(_arg("ask", nargs="?", default="", help="number of an ask; without it, the "
+               "latest ones"),
+          _arg("--forget", action="store_true", help="purge the kept token ids"), _JSON)
+def cmd_why(c: Context) -> int:
+    """Say why an ask computed what it did: what differed, where, what helps."""
+    if c.ns.forget:
+        c.ask_daemon("POST", "/toki/forget", {})
+        c.say("the token ids of earlier asks are forgotten")
+        return 0
+    if c.ns.ask:
+        found = [c.ask_daemon("GET", f"/toki/why/{c.ns.ask}")]
+    else:
+        found = []
+        for row in c.state()["recent"][-20:]:
+            with contextlib.suppress(TokiError):
+                found.append(c.ask_daemon("GET", f"/toki/why/{row['ask']}"))
+    if c.ns.json:
+        c.say(json.dumps(found[0] if c.ns.ask else found, indent=1, ensure_ascii=False))
+    elif c.ns.ask:
+        c.say(why_text(found[0]))
+    else:
+        c.say(table([(w["ask"], w["class"], w["reused_tokens"], w["prompt_tokens"],
+                      f"~{w['lost_tokens_estimate']}", w["section"]) for w in found],
+                    ("ask", "class", "reused", "of", "lost", "where it differs")))
     return 0
 
 
