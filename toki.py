@@ -36,13 +36,15 @@ values out), the rest touches the world, and only through the doors of EDGES.
     18 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
     19 MOVES     state from slot to shelf and back, under a lease
     20 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    21 HTTP      framing, limits, deadlines: a server made of http.server
-    22 GATEWAY   routes: bytes in and out, never decides
-    23 INSTALL   get an engine and a starter model
-    24 STACK     up, down, status: engine and daemon as one thing
-    25 BENCH     toki's own cost, soak, and the everyday situations
-    26 DOCTOR    is everything fit, and if not, what to do
-    27 COMMANDS  one function per subcommand, then main
+    21 CERTIFY   may restored contexts be trusted here?
+    22 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    23 HTTP      framing, limits, deadlines: a server made of http.server
+    24 GATEWAY   routes: bytes in and out, never decides
+    25 INSTALL   get an engine and a starter model
+    26 STACK     up, down, status: engine and daemon as one thing
+    27 BENCH     toki's own cost, soak, and the everyday situations
+    28 DOCTOR    is everything fit, and if not, what to do
+    29 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -98,7 +100,8 @@ __version__ = "0.1.0"
 # ============================================================================
 # 1. WORDS - errors with a hint; how numbers, sizes, ages, tables are spoken.
 #    uses: nothing.  offers: TokiError, UsageError, EngineGone, BadAsk, Busy,
-#    Denied, Missing, fmt_n, fmt_bytes, fmt_ms, fmt_age, time_text, table.
+#    Denied, Missing, fmt_n, fmt_bytes, fmt_ms, fmt_age, time_text, table,
+#    prose.
 # ============================================================================
 class TokiError(Exception):
     """What went wrong, with the value seen; `hint` says what to do next.
@@ -200,6 +203,22 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+_WORDS = ("river stone lamp garden engine window paper signal harbor copper meadow "
+          "ladder basket thunder village mirror candle anchor forest bridge silver "
+          "market winter pocket hammer island feather compass kettle orchard").split()
+
+
+def prose(seed: int, n_words: int) -> str:
+    "Deterministic text of plain words; another seed, other text."
+    out, x = [], seed * 2654435761 % 2 ** 32 or 1
+    for i in range(n_words):
+        x ^= x << 13 & 0xFFFFFFFF
+        x ^= x >> 17
+        x ^= x << 5 & 0xFFFFFFFF
+        out.append(_WORDS[x % len(_WORDS)] + (". " if i % 11 == 10 else " "))
+    return "".join(out).strip()
+
+
 # ============================================================================
 # 2. SETTINGS - every knob, declared once, resolved once.
 #    uses: WORDS.  offers: Setting, SETTINGS, Config, load_config, env_name,
@@ -281,6 +300,10 @@ SETTINGS = (
             "that only named ones are; 0: no limit"),
     Setting("pool", "auto", _auto, "slots in which the hottest beginnings stay; auto: "
             "one of three, 0: none"),
+    Setting("certify", True, _switch, "try in an idle moment whether restored contexts "
+            "answer as computed ones"),
+    Setting("audit", 0.5, _seconds, "percent of asks that are asked again in idle "
+            "time, with and without reuse; 0: none"),
     Setting("embed_engine", "", str, "address of a llama-server for embeddings"),
     Setting("strict_models", False, _switch, "404 for model names that are not served"),
     Setting("max_body_mb", 64, _natural, "largest request body, decoded, in MiB"),
@@ -746,12 +769,13 @@ def divergence_text(counts: dict) -> str:
 
 # ============================================================================
 # 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
-#    uses: WORDS, TOKENS.  offers: Request, parse_ask, fan_out, core_json, engine_json,
-#    Dechunker, EventSplitter, event_payload, Timings, read_timings, Assembler,
+#    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
+#    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings, Assembler,
 #    error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error, scrub,
 #    prompt_size_error, split_tool_head.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _CONTROLS = ("id_slot", "n_cache_reuse", "sse_ping_interval", "cache_prompt", "toki",
              "n", "n_cmpl", "return_progress")
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id",
@@ -1406,6 +1430,7 @@ class Counters:
         "full_tokenizations": "prompts tokenized whole",
         "template_calls": "prompts rendered by the engine",
         "side_tokens": "... of computed_tokens, those of heads prefilled on the side",
+        "own_tokens": "tokens computed to check restores and outputs, not for any ask",
         "forks": "prefixes moved from one slot to another",
         "restores": "snapshots moved into a slot",
         "saves": "slots saved as snapshots",
@@ -3526,6 +3551,29 @@ class Upstream:
                 return out
         return b""
 
+    def events(self, tick: Callable[[], None] = lambda: None) -> Iterable[dict]:
+        """The parsed events of the reply, then it is closed; TokiError as the engine
+        worded it.  `tick` is called several times a second while nothing comes."""
+        splitter, data = EventSplitter(), b"-"
+        try:
+            while data:
+                while not self.wait([], 0.25):
+                    tick()
+                if not self.status:
+                    if self.head() != 200:
+                        raise engine_error(self.status, self.read_all())
+                    continue
+                data = self.read()
+                for raw in splitter.feed(data) if data else splitter.close():
+                    payload = event_payload(raw)
+                    if payload and payload != b"[DONE]":
+                        event = json.loads(payload.decode("utf-8", "replace"))
+                        if "error" in event:
+                            raise stream_error(event, payload)
+                        yield event
+        finally:
+            self.close()
+
     def read_all(self) -> bytes:
         parts = []
         while True:
@@ -4023,8 +4071,8 @@ class Ledger:
                 rows = db.execute(
                     "SELECT t.ask, packed, starts, life, slot, at, conversation, "
                     "reused_tokens, generated_tokens, mode, total_ms FROM tokens t "
-                    "JOIN asks a ON a.run = t.run AND a.ask = t.ask WHERE t.run = ? AND "
-                    "t.ask <= ? ORDER BY t.ask DESC LIMIT ?", (run, ask, most)
+                    "JOIN asks a ON a.run = t.run AND a.ask = t.ask WHERE t.run = ? "
+                    "AND t.ask <= ? ORDER BY t.ask DESC LIMIT ?", (run, ask, most)
                 ).fetchall()
         except (sqlite3.Error, OSError) as error:
             raise TokiError(f"the ledger cannot be read: {error}") from None
@@ -4089,6 +4137,7 @@ class Shelf:
         self.write_limit = write_limit
         self.readable = edges.disk.exists(folder)
         self.trouble = ""                # why the shelf is off, in a sentence
+        self.certificate: dict = {}      # the verdict on restores, once there is one
         self.used = 0                    # bytes on disk
         self.days: dict = {}             # "2026-11-30" -> Day
         self._digests: dict = {}         # id -> digest of the plain file
@@ -4283,6 +4332,9 @@ class Shelf:
                 "WHERE namespace = ?", (self.namespace,)).fetchall()
             self.days = {day: Day(*rest) for day, *rest in db.execute(
                 "SELECT * FROM days ORDER BY day DESC LIMIT ?", (_DAYS_KEPT,))}
+            for (found,) in db.execute("SELECT found FROM certificates WHERE namespace "
+                                       "= ?", (self.namespace,)).fetchall():
+                self._believe(json.loads(found))
             db.close()
         except (sqlite3.Error, OSError, TypeError) as error:
             log.warning("the shelf's index cannot be used (%s); begun anew", error)
@@ -4343,6 +4395,8 @@ class Shelf:
                    "label, pinned, disk, parent, digest, tokens)")
         db.execute("CREATE TABLE IF NOT EXISTS days (day TEXT PRIMARY KEY, saves, "
                    "saved_bytes, restores, restored_bytes)")
+        db.execute("CREATE TABLE IF NOT EXISTS certificates (namespace TEXT PRIMARY "
+                   "KEY, found)")
         db.execute(f"PRAGMA user_version = {SHELF_SCHEMA}")
         return db
 
@@ -4403,6 +4457,27 @@ class Shelf:
         db.execute("UPDATE snaps SET label = ?, pinned = ? WHERE id = ?",
                    (label, int(pinned), snap_id))
         self._change(snap_id, label=label, pinned=pinned)
+
+    def certified(self, found: dict) -> None:
+        "A verdict on restores: remembered, and obeyed."
+        self._believe(found)
+        self._jobs.put(("certificate", 0, json.dumps(found)))
+
+    def _believe(self, found: dict) -> None:
+        self.certificate = found
+        if found["verdict"] in ("diverges", "not reused"):
+            self.trouble = (
+                "restored contexts answer differently here (largest |dlogprob| "
+                f"{found['restored']}, control {found['control']})"
+                if found["verdict"] == "diverges" else
+                "this engine computes restored contexts anew") \
+                + ": nothing is saved or restored; `toki cache verify` tries again"
+        elif self.trouble.endswith("tries again"):
+            self.trouble = ""
+
+    def _do_certificate(self, db: sqlite3.Connection, key: Any, found: str) -> None:
+        db.execute("INSERT OR REPLACE INTO certificates VALUES (?, ?)",
+                   (self.namespace, found))
 
     def _do_day(self, db: sqlite3.Connection, day: str, value: Day) -> None:
         db.execute("INSERT OR REPLACE INTO days VALUES (?, ?, ?, ?, ?)", (day, *value))
@@ -4830,14 +4905,15 @@ class Mover:
         return min(cuts, default=0)
 
     def save(self, slot: int, sort: str, tokens: Tokens, held: int, holder: int,
-             label: str = "", pinned: bool = False) -> Optional[Snap]:
+             label: str = "", pinned: bool = False, must: bool = False
+             ) -> Optional[Snap]:
         """Save a slot as a snapshot; None when it was not saved.
 
-        `holder` is the slot that keeps holding it, -1 when it is given up.  Only named
-        snapshots are written beyond the day's budget.
+        `holder` is the slot that keeps holding it, -1 when it is given up.  Beyond the
+        day's budget only what people asked for is written.
         """
         shelf, clock = self.shelf, self.edges.clock
-        if not label and not shelf.may_write():
+        if not (label or must or shelf.may_write()):
             return None
         snap_id, name = shelf.new_name()
         began = clock.now()
@@ -4970,31 +5046,14 @@ class Mover:
             "prompt": list(lease.prompt.tokens[:end]), "n_predict": 0, "stream": True,
             "return_progress": True, "id_slot": lease.seat, "cache_prompt": True,
             "temperature": 0}).encode()
-        up = self.engine.open("/completion", body)
-        lease.sent = True
-        splitter, timings = EventSplitter(), None
-        try:
-            while True:
-                if not up.wait([], 0.25):
-                    tick("prefill")
-                    continue
-                if not up.status:
-                    if up.head() != 200:
-                        raise engine_error(up.status, up.read_all())
-                    continue
-                data = up.read()
-                for raw in splitter.feed(data) if data else splitter.close():
-                    payload = event_payload(raw)
-                    event = json.loads(payload) if payload else {}
-                    progress = event.get("prompt_progress")
-                    if progress:
-                        lease.progressed(int(progress.get("cache") or 0),
-                                         int(progress.get("processed") or 0))
-                    timings = read_timings(event) or timings
-                if not data:
-                    break
-        finally:
-            up.close()
+        lease.sent, timings = True, None
+        for event in self.engine.open("/completion", body).events(
+                lambda: tick("prefill")):
+            progress = event.get("prompt_progress")
+            if progress:
+                lease.progressed(int(progress.get("cache") or 0),
+                                 int(progress.get("processed") or 0))
+            timings = read_timings(event) or timings
         if timings is not None:
             lease.side += timings.prompt_n
             lease.ends.append(end)
@@ -5007,7 +5066,7 @@ class Mover:
 
 # ============================================================================
 # 20. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, GGUF, EDGES,
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY, GGUF, EDGES,
 #    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
 # ============================================================================
 _WATCH_S = 2.0
@@ -5062,9 +5121,14 @@ class Keeper:
         self._base: Optional[float] = None   # engine counters when all was quiet
         self._own = 0                    # tokens we caused since
         self._unsure = True              # an aborted ask's share is not known
+        self._ready_at = 0.0
         self._ended_at = 0.0             # its counters trail a reply by a moment
         self.stopping = threading.Event()
         self.started = edges.clock.wall()
+        self.on_answer: list = []        # called with (request, tokens reused)
+        self.on_idle: list = []          # called when all is quiet; True: more to do
+        self.on_old: Optional[Callable[[Snap, Tokens], bool]] = None
+        self.audited: dict = {}          # output classes counted so far
         self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
         self.recent: deque = deque(maxlen=200)   # rows for the faces
 
@@ -5102,7 +5166,11 @@ class Keeper:
             self._base, self._unsure = None, True
             self.foreign = False
             self.state, self.trouble = "ready", ""
-        self._open_shelf(info)
+            self._ready_at = self.edges.clock.now()
+        try:
+            self._open_shelf(info)
+        except Exception:                # asks are served without it
+            log.exception("the shelf could not be opened")
         self.up.set()
         log.info("engine %s ready: %s, %d slots of %d tokens, %s memory%s%s",
                  self.engine.url, info.model, info.n_slots, info.n_ctx, info.kind,
@@ -5121,7 +5189,7 @@ class Keeper:
             log.warning("the model file %r cannot be read here, so its memory kind is "
                         "not certain: the shelf stays off", info.path)
             return
-        shelf = Shelf(self.shelf_folder, self.shelf_index, self._namespace(info),
+        shelf = Shelf(self.shelf_folder, self.shelf_index, self._namespace(),
                       int(self.config.shelf_gb * (1 << 30)), self.edges, self._told,
                       int(self.config.shelf_write_gb * (1 << 30)))
         try:
@@ -5129,26 +5197,48 @@ class Keeper:
         except OSError as error:
             log.warning("the shelf %s cannot be used: %s", self.shelf_folder, error)
             return
+        self.mover.shelf = shelf
+        if found and not self.managed and not self._trusted(found):
+            log.warning("the engine answers otherwise with a snapshot of an earlier "
+                        "life: %d snapshots are dropped", len(found))
+            for snap, _ in found:
+                shelf.remove(snap.id, snap.name)
+            return
         with self.lock:
             for snap, tokens in found:
                 self.book.apply(Shelved(snap, tokens, -1))
-        self.mover.shelf = shelf
         if found:
             log.info("%d snapshots on the shelf (%s)", len(found),
                      fmt_bytes(shelf.used))
 
-    def _namespace(self, info: EngineInfo) -> str:
+    def _trusted(self, found: list) -> bool:
+        "One old snapshot against computing: an attached engine may have changed."
+        if self.on_old is None:
+            return True
+        snap, tokens = min(found, key=lambda f: f[0].size)
+        with self.lock:
+            self.book.apply(Shelved(snap, tokens, -1))
+        with contextlib.suppress(TokiError):
+            return self.on_old(snap, tokens)
+        return False
+
+    def namespace_parts(self) -> dict:
         """What must match before tokens may: model file, build, slots and window shape
-        (a file of another model with equal shapes is accepted by the engine)."""
-        facts, disk = self.engine.facts, self.edges.disk
+        (a file of another model with equal shapes is accepted by the engine).  What an
+        attached engine does not tell is 'unknown'."""
+        facts, info = self.engine.facts, self.engine.info
         mark = ""
         with contextlib.suppress(OSError):
-            with disk.open_binary(info.path) as f:
+            with self.edges.disk.open_binary(info.path) as f:
                 mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
-        parts = [info.path if not mark else "", mark, facts.size if facts else 0,
-                 info.build, info.n_slots, self.engine.swa_full, self.managed,
-                 self.config.engine_args if self.managed else ""]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+        return {"model": mark or info.path, "model_size": facts.size if facts else 0,
+                "build": info.build, "slots": info.n_slots,
+                "swa_full": self.engine.swa_full,
+                "flags": self.config.engine_args if self.managed else "unknown"}
+
+    def _namespace(self) -> str:
+        return hashlib.blake2b(json.dumps(self.namespace_parts()).encode(),
+                               digest_size=6).hexdigest()
 
     def _told(self, event: Any) -> None:
         with self.lock:
@@ -5197,8 +5287,20 @@ class Keeper:
             with contextlib.suppress(TokiError):
                 while not self.stopping.is_set() and self.save_idle():
                     pause = 0.25
+                self._idle_work()
             if self.phantom.wait(pause):
                 self.phantom.clear()
+
+    def _idle_work(self) -> None:
+        "What may be done while nobody asks: certificates, audits."
+        with self.lock:
+            quiet = self.edges.clock.now() - max(self._ended_at, self._ready_at)
+            busy = self.open_count() or self.tickets or self.state != "ready"
+        if busy or quiet < _QUIET_S or self.foreign:
+            return
+        for act in self.on_idle:
+            if act():
+                return
 
     def watch_once(self) -> None:
         if self.state != "ready":
@@ -5548,6 +5650,63 @@ class Keeper:
                 self._grant_locked()
         return True
 
+    # ---- slots for toki's own use -------------------------------------------
+    def borrow(self, tokens: Tokens) -> Lease:
+        "The least valuable slot, saved first when that is worth it; then `hand_back`."
+        request = Request("completions", {}, raw=True, client="toki", klass="oneshot")
+        prompt = Prompt(tokens, block_hashes(tokens, self.book.trie.seed))
+        lease = self.acquire(request, prompt, lambda phase: None)
+        if lease.slot is None:
+            lease.abort(False)
+            raise Busy("somebody else uses this engine", "see `toki doctor`",
+                       status=409)
+        self.mover.carry_out(lease, lambda phase: None)
+        return lease
+
+    def hand_back(self, lease: Lease, held: int) -> None:
+        "The slot holds the first `held` tokens of what it was borrowed for."
+        with self.lock:
+            lease.open = False
+            if lease.life == self.book.life:
+                if lease.slot is None:
+                    self._free_seat_locked(lease)
+                else:
+                    self.book.apply(Aborted(lease.seat, held, self.edges.clock.now()))
+            self._end_locked(lease)
+
+    @contextlib.contextmanager
+    def resting(self, number: int) -> Any:
+        """An idle slot that nobody may use meanwhile: (Slot, tokens), () when it holds
+        nothing, None when it works."""
+        with self.lock:
+            s, holder = self.book.slots[number], (self.book.life, number)
+            tokens = self.book.trie.tokens(holder) if holder in self.book.trie else None
+            free = not s.busy and self.state == "ready"
+            if free:
+                self.book.slots[number] = s._replace(busy=-1)
+        try:
+            yield None if not free else () if not tokens or s.opaque else (s, tokens)
+        finally:
+            with self.lock:
+                if free and holder[0] == self.book.life:
+                    self.book.slots[number] = self.book.slots[number]._replace(busy=0)
+                self._grant_locked()
+
+    def side_work(self, reply: dict) -> None:
+        "Count what the engine did for toki itself, apart from all asks."
+        t = read_timings(reply)
+        if t is not None:
+            with self.lock:
+                self._caused(t.prompt_n + t.predicted_n)
+                self.book.counters.own_tokens += t.prompt_n
+
+    def drop_snap(self, snap_id: int) -> None:
+        with self.lock:
+            snap = self.book.snaps.get(snap_id)
+            self.book.apply(Unshelved(snap_id))
+        if snap is not None and self.shelf is not None:
+            self.shelf.remove(snap_id, snap.name)
+
     def _free_seat_locked(self, lease: Lease) -> None:
         "An unpinned ask sat on a slot's seat only to be counted."
         s = self.book.slots[lease.seat]
@@ -5615,6 +5774,11 @@ class Keeper:
             self.edges.clock.sleep(pause)
             pause = min(pause * 1.5, 0.25)
         return None
+
+    def answered(self, request: Request, reused: int) -> None:
+        "Whoever audits outputs may want to ask this again later."
+        for listener in self.on_answer:
+            listener(request, reused)
 
     def failed(self, kind: str) -> None:
         "Count an ask that ended as 'cancelled' or 'failed'."
@@ -5691,6 +5855,12 @@ class Keeper:
             snaps = [s._asdict() for s in self.book.snaps.values()]
         return {"on": self.shelf is not None and not self.shelf.trouble,
                 "trouble": self.shelf.trouble if self.shelf else "",
+                "certificate": self.shelf.certificate if self.shelf else {},
+                "outputs": dict(self.audited),
+                "days": {d: v._asdict() for d, v in sorted(self.shelf.days.items())}
+                if self.shelf else {},
+                "namespace": self.shelf.namespace if self.shelf else "",
+                "disk": sum(s["disk"] for s in snaps),
                 "folder": self.shelf_folder,
                 "bytes": sum(s["n_bytes"] for s in snaps),
                 "budget": int(self.config.shelf_gb * (1 << 30)), "snapshots": snaps}
@@ -5763,7 +5933,507 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 21. HTTP - framing, limits, deadlines: a server made of http.server.
+# 21. CERTIFY - may restored contexts be trusted here?
+#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
+#    offers: certify, canary, judge_trials, Auditor.
+#
+#    The same prompt fresh, reused in its slot, and restored from a file.  The control
+#    is the same prompt prefilled in two requests split at another place: it changes
+#    the shapes of batches as reuse does, without any file.
+# ============================================================================
+_POSITIONS = 16              # generated tokens that are compared
+_TRIAL_TOKENS, _TRIAL_TAIL = 320, 24
+_NOISE = 0.05                # |dlogprob| that every change of batch shape may bring
+
+
+class Trial(NamedTuple):
+    "One prompt: largest |dlogprob| against the fresh run, and its output classes."
+    reused: float
+    restored: float
+    control: float
+    kept: int                # tokens that the engine did reuse of the restored state
+    classes: tuple           # of reused, restored, control
+
+
+def judge_trials(trials: Sequence[Trial], least: int) -> str:
+    """exact | within noise | diverges | not reused: the verdict over some prompts.
+
+    Within noise: at most max(0.05, 1.5 x control).  One prompt alone never condemns.
+    """
+    if all(t.kept < least for t in trials):
+        return "not reused"
+    if any(max(t.restored, t.reused) == 0 for t in trials):
+        return "exact"
+    good = any(max(t.restored, t.reused) <= max(_NOISE, 1.5 * t.control)
+               for t in trials)
+    return "within noise" if good else "diverges"
+
+
+def _largest_gap(a: list, b: list) -> float:
+    """Largest |dlogprob| of a's tokens over the positions up to the first one at which
+    the two runs chose different tokens.  Entries: (id, logprob, {id: logprob})."""
+    worst = 0.0
+    for (x, p, _), (y, _, others) in zip(a, b):
+        worst = max(worst, abs(p - others.get(x, min(others.values(), default=p))))
+        if x != y:
+            break
+    return worst
+
+
+def _generate(keeper: Keeper, lease: Lease, tokens: Tokens, cached: bool) -> tuple:
+    "(positions, text, tokens reused) of a short greedy reply in the leased slot."
+    reply = keeper.engine.json("POST", "/completion", {
+        "prompt": list(tokens), "n_predict": _POSITIONS, "temperature": 0,
+        "n_probs": 10, "cache_prompt": cached, "id_slot": lease.slot}, timeout=600)
+    lease.sent = True
+    keeper.side_work(reply)
+    out = []
+    for p in reply.get("completion_probabilities") or ():
+        top = {t["id"]: t["logprob"] for t in p.get("top_logprobs") or ()}
+        top[p["id"]] = p["logprob"]
+        out.append((p["id"], p["logprob"], top))
+    return out, reply.get("content") or "", int((reply.get("timings") or {})
+                                                .get("cache_n") or 0)
+
+
+def _fill(keeper: Keeper, lease: Lease, tokens: Tokens) -> None:
+    "The slot holds exactly these tokens, computed anew."
+    keeper.side_work(keeper.engine.json("POST", "/completion", {
+        "prompt": list(tokens), "n_predict": 0, "cache_prompt": False,
+        "id_slot": lease.slot}, timeout=600))
+
+
+def _trial(keeper: Keeper, lease: Lease, tokens: Tokens) -> Trial:
+    cut = len(tokens) - _TRIAL_TAIL
+    fresh, text, _ = _generate(keeper, lease, tokens, False)
+    _fill(keeper, lease, tokens[:cut])
+    reused, reused_text, _ = _generate(keeper, lease, tokens, True)
+    _fill(keeper, lease, tokens[:len(tokens) // 2])
+    control, control_text, _ = _generate(keeper, lease, tokens, True)
+    _fill(keeper, lease, tokens[:cut])
+    kept, restored, restored_text = 0, fresh, text
+    snap = keeper.mover.save(lease.seat, "head", tokens[:cut], cut, -1,
+                             label="toki-check")
+    if snap is not None:
+        keeper.mover.erase(lease)
+        keeper.shelf.use(snap.id)
+        if keeper.mover.restore(lease, snap.id):
+            restored, restored_text, kept = _generate(keeper, lease, tokens, True)
+        keeper.drop_snap(snap.id)
+    texts = (reused_text, restored_text, control_text)
+    return Trial(*(round(_largest_gap(fresh, run), 4)
+                   for run in (reused, restored, control)), kept,
+                 tuple(divergence(text, t) for t in texts))
+
+
+def certify(keeper: Keeper) -> dict:
+    """Try restores on this engine and remember the verdict; the shelf goes off when
+    they diverge.  Raises Missing without a shelf, TokiError when the engine refuses."""
+    shelf, info = keeper.shelf, keeper.engine.info
+    if shelf is None or info is None:
+        raise Missing("there is no shelf to verify", "see `toki doctor`", status=409)
+    n = min(_TRIAL_TOKENS + info.window, max(64, info.n_ctx - 64))
+    trials: list = []
+    for seed in (11, 12):
+        tokens = array("I", keeper.engine.tokenize(prose(seed, n), True))[:n]
+        lease = keeper.borrow(tokens)
+        try:
+            trials.append(_trial(keeper, lease, tokens))
+        finally:
+            keeper.hand_back(lease, 0)
+        least = len(tokens) - _TRIAL_TAIL - 8
+        if judge_trials(trials, least) in ("exact", "within noise"):
+            break
+    verdict, last = judge_trials(trials, least), trials[-1]
+    counts: dict = {}
+    for trial in trials:
+        for name in trial.classes[:2]:
+            counts[name] = counts.get(name, 0) + 1
+    found = {"verdict": verdict, "at": keeper.edges.clock.wall(),
+             "prompts": len(trials), "restored": last.restored,
+             "reused": last.reused, "control": last.control, "tokens": n,
+             "outputs": divergence_text(counts)}
+    shelf.certified(found)
+    log.log(logging.WARNING if verdict in ("diverges", "not reused") else logging.INFO,
+            "restores on this engine: %s (largest |dlogprob| %.4f, control %.4f)",
+            verdict, last.restored, last.control)
+    return found
+
+
+def canary(keeper: Keeper, snap: Snap, tokens: Tokens) -> bool:
+    """Does a snapshot of an earlier engine life answer as its tokens do when computed?
+
+    For attached engines, whose hidden settings (adapters...) may have changed.
+    """
+    longer = tokens + tokens[:8]
+    lease = keeper.borrow(longer)
+    try:
+        fresh, _, _ = _generate(keeper, lease, longer, False)
+        _fill(keeper, lease, tokens)
+        control, _, _ = _generate(keeper, lease, longer, True)
+        keeper.shelf.use(snap.id)
+        if not keeper.mover.restore(lease, snap.id):
+            return False
+        restored, _, _ = _generate(keeper, lease, longer, True)
+        return _largest_gap(fresh, restored) <= max(
+            4 * _NOISE, 1.5 * _largest_gap(fresh, control))
+    finally:
+        keeper.hand_back(lease, 0)
+
+
+class Auditor:
+    """Asks a few of the answered asks again while nothing else runs, with and without
+    reuse, and counts how the outputs differ."""
+
+    PENDING, TOKENS = 4, 48
+
+    def __init__(self, keeper: Keeper, percent: float):
+        self.keeper = keeper
+        self.every = round(100 / percent) if percent else 0
+        self.counts: dict = {}
+        self._seen = 0
+        self._pending: deque = deque(maxlen=self.PENDING)
+
+    def offer(self, request: Request, reused: int) -> None:
+        "An ask that was answered with reuse may be sampled; kept in memory only."
+        if not self.every or reused < MIN_REUSE_FOR_HIT or request.media:
+            return
+        self._seen += 1
+        if self._seen % self.every == 0:
+            body = dict(request.body, temperature=0, max_tokens=self.TOKENS)
+            for name in ("max_completion_tokens", "n_predict", "seed"):
+                body.pop(name, None)
+            self._pending.append(request._replace(body=body, stream=False,
+                                                  limit=self.TOKENS))
+
+    def step(self) -> bool:
+        "Audit one sampled ask; False when there is none."
+        if not self._pending:
+            return False
+        request = self._pending.popleft()
+        texts = [self._answer(request._replace(raw=raw)) for raw in (False, True)]
+        kind = divergence(*texts, self._vectors(texts))
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if kind == "substantive":
+            log.warning("an audited output differs in substance with and without "
+                        "reuse; %s", divergence_text(self.counts))
+        return True
+
+    def _vectors(self, texts: list) -> Optional[tuple]:
+        embedder = self.keeper.embedder
+        if embedder is None:
+            return None
+        with contextlib.suppress(TokiError, KeyError, TypeError):
+            return tuple(mean_vector([d["embedding"] for d in embedder.json(
+                "POST", "/v1/embeddings", {"input": text_segments(text)})["data"]])
+                for text in texts)
+        return None
+
+    def _answer(self, request: Request) -> str:
+        keeper, core = self.keeper, core_json(request)
+        lease = keeper.admit(request, core, lambda phase: None)
+        try:
+            keeper.mover.carry_out(lease, lambda phase: None)
+            assembler = Assembler(request.route)
+            up = keeper.engine.open(PATHS[request.route],
+                                    engine_json(request, core, lease.slot))
+            for event in up.events():
+                lease.sent = True
+                if "prompt_progress" not in event:
+                    assembler.add(event)
+                if read_timings(event):
+                    keeper.side_work(event)
+            choice = assembler.reply()["choices"][0]
+            return choice.get("text") or json.dumps(choice.get("message"))
+        finally:
+            keeper.hand_back(lease, len(lease.prompt.tokens) if lease.prompt else 0)
+
+
+# ============================================================================
+# 22. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+#    uses: WORDS, TOKENS, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER, CERTIFY.
+#    offers: Desk, DESK_VERBS.
+# ============================================================================
+DESK_VERBS = {
+    "save": "save all that slots hold under a name",
+    "restore": "bring a named save back into the slots",
+    "warm": "prefill the beginning of a prompt and keep it, pinned",
+    "pin": "evict a snapshot, or a named save, last",
+    "unpin": "take the pin back",
+    "drop": "remove a snapshot, a named save, or all",
+    "verify": "check every file, and restores against computing",
+    "export": "put snapshots into one archive",
+    "import": "take the snapshots of an archive, after checks",
+}
+_MANIFEST = "manifest.json"
+_MANIFEST_MOST = 64 << 20
+
+
+class Desk:
+    "Carries out `toki cache VERB`; each method returns what to show."
+
+    def __init__(self, keeper: Keeper):
+        self.keeper, self.edges = keeper, keeper.edges
+
+    def run(self, verb: str, body: dict) -> dict:
+        "Raises UsageError for unknown verbs, Missing when there is no shelf."
+        if verb not in DESK_VERBS:
+            raise Missing(f"the cache has no {verb!r}",
+                          "it has " + ", ".join(DESK_VERBS))
+        if self.keeper.shelf is None or self.keeper.state != "ready":
+            raise Missing("there is no shelf here, or no engine", "see `toki doctor`",
+                          status=409)
+        return getattr(self, "_" + verb)(body)
+
+    def _ref(self, body: dict) -> str:
+        ref = body.get("ref") or ""
+        if not isinstance(ref, str):
+            raise BadAsk("'ref' must be a string", param="ref")
+        return ref
+
+    def _named(self, ref: str) -> list:
+        "The snapshots that a name, file name or id means; Missing for none."
+        with self.keeper.lock:
+            snaps = list(self.keeper.book.snaps.values())
+        found = [s for s in snaps if ref in (s.label, s.name, str(s.id))] \
+            or [s for s in snaps if ref and s.name.endswith(f"-{ref}.kv")]
+        if not found:
+            names = sorted({s.label for s in snaps if s.label})
+            raise Missing(f"the shelf has no {ref!r}", "named saves: "
+                          + (", ".join(names) or "none") + "; see `toki cache list`")
+        return found
+
+    # ---- names ----------------------------------------------------------------
+    def _save(self, body: dict) -> dict:
+        label = self._ref(body) or time.strftime(
+            "save-%Y%m%d-%H%M%S", time.gmtime(self.edges.clock.wall()))
+        if label == "all" or not re.fullmatch(r"[\w.:+-]{1,64}", label):
+            raise BadAsk(f"{label!r} is no name for a save", "use letters, digits and "
+                         "._:+- , at most 64")
+        saved, busy = [], 0
+        for number in range(len(self.keeper.book.slots)):
+            with self.keeper.resting(number) as held:
+                if held is None:
+                    busy += 1
+                elif held:
+                    slot, tokens = held
+                    snap = self.keeper.mover.save(
+                        number, "context", tokens, slot.size + slot.tail, number, label,
+                        True)
+                    saved += [snap] if snap else []
+        return {"name": label, "snapshots": len(saved), "busy_slots": busy,
+                "tokens": sum(s.held for s in saved),
+                "bytes": sum(s.n_bytes for s in saved)}
+
+    def _restore(self, body: dict) -> dict:
+        ref = self._ref(body)
+        with self.keeper.lock:
+            newest = max((s for s in self.keeper.book.snaps.values() if s.label),
+                         key=lambda s: s.at, default=None)
+        if not ref and newest is None:
+            raise Missing("nothing was saved under a name yet", "`toki cache save`")
+        snaps = self._named(ref or newest.label)[:len(self.keeper.book.slots)]
+        done, leases = [], []
+        try:
+            for snap in snaps:           # each in a slot of its own
+                with self.keeper.lock:
+                    tokens = self.keeper.book.trie.tokens(("snap", snap.id))
+                lease = self.keeper.borrow(tokens)
+                leases.append((lease, snap))
+                self.keeper.shelf.use(snap.id)
+                if self.keeper.mover.restore(lease, snap.id):
+                    done.append(snap)
+        finally:
+            for lease, snap in leases:
+                self.keeper.hand_back(lease, snap.held if snap in done else 0)
+        return {"name": ref or newest.label, "restored": len(done), "of": len(snaps),
+                "tokens": sum(s.held for s in done)}
+
+    def _mark(self, body: dict, pinned: bool) -> dict:
+        snaps = self._named(self._ref(body))
+        for snap in snaps:
+            self.keeper.shelf.mark(snap.id, snap.label, pinned)
+        self.keeper.shelf.settle()
+        return {"pinned" if pinned else "unpinned": len(snaps)}
+
+    def _pin(self, body: dict) -> dict:
+        return self._mark(body, True)
+
+    def _unpin(self, body: dict) -> dict:
+        return self._mark(body, False)
+
+    def _drop(self, body: dict) -> dict:
+        ref = self._ref(body)
+        if ref == "all":
+            with self.keeper.lock:
+                snaps = list(self.keeper.book.snaps.values())
+        else:
+            snaps = self._named(ref)
+        for snap in snaps:
+            self.keeper.drop_snap(snap.id)
+        self.keeper.shelf.settle()
+        return {"dropped": len(snaps), "bytes": sum(s.disk for s in snaps)}
+
+    # ---- warm -------------------------------------------------------------------
+    def _warm(self, body: dict) -> dict:
+        "A chat body, or a text: its beginning is computed now and kept, pinned."
+        ask = body.get("ask")
+        if isinstance(ask, str):
+            request = parse_ask("completions", {"prompt": ask})
+        else:
+            request = parse_ask("chat", ask)
+        keeper, quiet = self.keeper, lambda phase: None
+        lease = keeper.admit(request, core_json(request), quiet)
+        held = spent = 0
+        try:
+            if lease.prompt is None or lease.slot is None:
+                raise BadAsk("this prompt cannot be kept", "it has pictures, or the "
+                             "engine is shared with others")
+            prompt = lease.prompt
+            # A chat ends before the header of the reply that it asks for.
+            end = prompt.starts[-1] if prompt.starts and request.route == "chat" \
+                else len(prompt.tokens)
+            keeper.mover.carry_out(lease, quiet)
+            if lease.ends[-1:] != [end]:
+                keeper.mover.prefill(lease, end, quiet)
+            held, spent = end, lease.side
+            snap = keeper.mover.save(lease.seat, "head", prompt.tokens[:end], end,
+                                     lease.seat, pinned=True, must=True)
+        finally:
+            keeper.hand_back(lease, held)
+        return {"tokens": end, "computed": spent,
+                "snapshot": snap.name if snap else None,
+                "bytes": snap.n_bytes if snap else 0}
+
+    # ---- verify -------------------------------------------------------------------
+    def _verify(self, body: dict) -> dict:
+        keeper, shelf = self.keeper, self.keeper.shelf
+        shelf.settle(60)
+        with keeper.lock:
+            snaps = list(keeper.book.snaps.values())
+        bad = {}
+        for snap in snaps:
+            shelf.use(snap.id)
+            try:
+                wrong = shelf.fit(snap._replace(verified=False))
+            finally:
+                shelf.done(snap.id)
+            if wrong:
+                bad[snap.name] = wrong
+                keeper.drop_snap(snap.id)
+        return {"files": len(snaps), "dropped": bad, "certificate": certify(keeper)}
+
+    # ---- archives -----------------------------------------------------------------
+    def _export(self, body: dict) -> dict:
+        path, ref = body.get("path"), self._ref(body)
+        if not isinstance(path, str) or not os.path.isabs(path):
+            raise BadAsk("'path' must be an absolute path", param="path")
+        keeper, shelf = self.keeper, self.keeper.shelf
+        shelf.settle(60)
+        if not shelf.readable:
+            raise Missing("toki cannot read this engine's files", "give --shelf-dir as "
+                          "a folder that it can", status=409)
+        with keeper.lock:
+            snaps = list(keeper.book.snaps.values())
+        snaps, entries = self._named(ref) if ref else snaps, []
+        with self.edges.disk.replacing(path) as out, tarfile.open(
+                fileobj=out, mode="w") as tar:
+            for snap in snaps:
+                shelf.use(snap.id)
+                try:
+                    wrong = shelf.fit(snap)
+                    if wrong:
+                        continue
+                    entries.append(dict(
+                        name=snap.name, sort=snap.sort, size=snap.size, held=snap.held,
+                        n_bytes=snap.n_bytes, label=snap.label, pinned=snap.pinned,
+                        digest=shelf.digest(snap.name)))
+                    tar.add(shelf.path(snap.name), snap.name, filter=_nobodys)
+                finally:
+                    shelf.done(snap.id)
+            manifest = json.dumps({"schema": 1, "toki": __version__,
+                                   "made": time_text(self.edges.clock.wall()),
+                                   "fits": keeper.namespace_parts(),
+                                   "snapshots": entries}, indent=1).encode()
+            info = tarfile.TarInfo(_MANIFEST)
+            info.size = len(manifest)
+            tar.addfile(info, io.BytesIO(manifest))
+        return {"path": path, "snapshots": len(entries),
+                "bytes": sum(e["n_bytes"] for e in entries)}
+
+    def _import(self, body: dict) -> dict:
+        path = body.get("path")
+        if not isinstance(path, str) or not os.path.isabs(path):
+            raise BadAsk("'path' must be an absolute path", param="path")
+        try:
+            with self.edges.disk.open_binary(path) as f, tarfile.open(
+                    fileobj=f, mode="r:") as tar:
+                return self._take(tar)
+        except OSError as error:
+            raise BadAsk(f"{path}: {error.strerror or error}") from None
+        except (tarfile.TarError, KeyError, ValueError, TypeError) as error:
+            raise BadAsk(f"{path} is no archive of `toki cache export`: {error}"
+                         ) from None
+
+    def _take(self, tar: tarfile.TarFile) -> dict:
+        member = tar.getmember(_MANIFEST)
+        if member.size > _MANIFEST_MOST:
+            raise ValueError("its manifest is too large")
+        manifest = json.loads(tar.extractfile(member).read())
+        if manifest.get("schema") != 1:
+            raise ValueError(f"schema {manifest.get('schema')!r}, 1 expected")
+        ours = self.keeper.namespace_parts()
+        for name, value in ours.items():
+            if manifest["fits"].get(name) != value:
+                raise BadAsk(f"the archive does not fit: {name} is "
+                             f"{manifest['fits'].get(name)!r} there, {value!r} here",
+                             "it needs the same model, build and settings")
+        taken, refused = 0, {}
+        for entry in manifest["snapshots"]:
+            wrong = self._take_one(tar, entry)
+            taken += not wrong
+            if wrong:
+                refused[str(entry["name"])] = wrong
+        self.keeper.shelf.settle(60)
+        return {"imported": taken, "refused": refused}
+
+    def _take_one(self, tar: tarfile.TarFile, entry: dict) -> str:
+        "Take one file after all checks; what is wrong, '' when it is on the shelf."
+        shelf = self.keeper.shelf
+        member = tar.getmember(entry["name"])
+        if not member.isfile() or member.size != entry["n_bytes"]:
+            return f"{member.size} bytes instead of {entry['n_bytes']}"
+        snap_id, name = shelf.new_name()
+        with self.edges.disk.replacing(shelf.path(name)) as out:
+            shutil.copyfileobj(tar.extractfile(member), out, 1 << 20)
+        tokens = shelf.tokens_in(name, int(entry["held"]))
+        wrong = ""
+        if shelf.digest(name) != entry["digest"]:
+            wrong = "another digest"
+        elif tokens is None or len(tokens) != entry["held"]:
+            wrong = "an unknown format"
+        if wrong:
+            shelf.remove(snap_id, name)
+            return wrong
+        snap = Snap(snap_id, name, str(entry["sort"]), len(tokens), len(tokens),
+                    member.size, self.edges.clock.wall(), label=str(entry["label"]),
+                    pinned=bool(entry["pinned"]), disk=member.size)
+        with self.keeper.lock:
+            self.keeper.book.apply(Shelved(snap, tokens, -1))
+        shelf.added(snap, tokens)
+        return ""
+
+
+def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    "Archive members say nothing about who made them."
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    info.mode = 0o600
+    return info
+
+
+# ============================================================================
+# 23. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -6164,13 +6834,10 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 22. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, MOVES, KEEPER, HTTP.
-#    offers: Gateway, ROUTES, Route, prometheus.
+# 24. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, MOVES, KEEPER, DESK,
+#    HTTP.  offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
-_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-
-
 class Route(NamedTuple):
     method: str
     path: str
@@ -6192,6 +6859,9 @@ ROUTES = (
     Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
     Route("GET", "/toki/state", "open", "state",
           "the state document behind every face"),
+    Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
+    Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
+          ", ".join(DESK_VERBS)),
     Route("GET", "/toki/why/{ask}", "token", "why_ask",
           "why an ask computed what it did, with the differing text"),
     Route("POST", "/toki/forget", "token", "forget",
@@ -6492,6 +7162,7 @@ class Gateway:
         self.keeper, self.config, self.edges = keeper, config, edges
         self.token, self.on_stop = token, on_stop
         self.notes: dict = {}            # ask -> clause about the nearest prompt
+        self.desk = Desk(keeper)
 
     # ---- doorkeeping --------------------------------------------------------
     def __call__(self, x: Exchange) -> None:
@@ -6652,7 +7323,7 @@ class Gateway:
         keeper, up, status = self.keeper, None, "failed"
         try:
             keeper.mover.carry_out(lease, reply.tick)
-            up = keeper.engine.open(_PATHS[ask.route],
+            up = keeper.engine.open(PATHS[ask.route],
                                     engine_json(ask, core, lease.slot))
             keeper.prompter.remember(lease.prompt)
             note = keeper.name_difference(
@@ -6719,6 +7390,8 @@ class Gateway:
 
     def _record(self, ask: Request, lease: Lease, reply: Any, status: str) -> None:
         t, now = reply.timings if status == "ok" else None, self.edges.clock.now()
+        if t is not None and not ask.raw:
+            self.keeper.answered(ask, t.cache_n - lease.side)
         if t is not None:
             t = t._replace(cache_n=max(0, t.cache_n - lease.side),
                            prompt_n=t.prompt_n + min(lease.side, t.cache_n))
@@ -6818,6 +7491,15 @@ class Gateway:
     def _state(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document())
 
+    def _cache(self, x: Exchange) -> None:
+        x.send_json(200, self.keeper.document()["shelf"])
+
+    def _cache_verb(self, x: Exchange) -> None:
+        body = x.json()
+        if not isinstance(body, dict):
+            raise BadAsk("the body must be a JSON object")
+        x.send_json(200, self.desk.run(x.path.rpartition("/")[2], body))
+
     def _why_ask(self, x: Exchange) -> None:
         asked = x.path.rpartition("/")[2]
         if asked == "latest":
@@ -6838,7 +7520,7 @@ class Gateway:
 
 
 # ============================================================================
-# 23. INSTALL - get an engine and a starter model.
+# 25. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
 #    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
 #    OFFLINE_HINT.
@@ -7131,10 +7813,10 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 24. STACK - up, down, status: engine and daemon as one thing.
-#    uses: WORDS, SETTINGS, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER, HTTP,
-#    GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up, stack_down,
-#    daemon_json, self_check, status_text.
+# 26. STACK - up, down, status: engine and daemon as one thing.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER,
+#    CERTIFY, HTTP, GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up,
+#    stack_down, daemon_json, self_check, status_text, why_text, cache_stats.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -7330,6 +8012,7 @@ class Daemon:
         self.keeper = Keeper(self.engine, config, edges, self.sole, ledger,
                              embedder, shelf if self.lock_file else "",
                              self.where.file("shelf.db"))
+        self._audit(self.keeper)
         gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set)
         try:
             self.server = FastServer(config.host, config.port, gateway,
@@ -7347,6 +8030,25 @@ class Daemon:
                          daemon=True).start()
         threading.Thread(target=self.server.serve_forever, name="toki-http",
                          kwargs={"poll_interval": 0.2}, daemon=True).start()
+
+    def _audit(self, keeper: Keeper) -> None:
+        "Idle work: one certificate for each namespace, and a sample of the outputs."
+        auditor = Auditor(keeper, self.config.audit)
+        auditor.counts = keeper.audited
+        keeper.on_answer.append(auditor.offer)
+        keeper.on_idle.append(auditor.step)
+        keeper.on_old = lambda snap, tokens: canary(keeper, snap, tokens)
+        tried: set = set()
+
+        def once() -> bool:
+            shelf = keeper.shelf
+            if not self.config.certify or shelf is None or shelf.certificate \
+                    or shelf.namespace in tried:
+                return False
+            tried.add(shelf.namespace)
+            certify(keeper)
+            return True
+        keeper.on_idle.append(once)
 
     def url(self) -> str:
         host = self.config.host
@@ -7551,6 +8253,36 @@ def stack_down(where: Places, edges: Edges, say: Callable[[str], None]) -> bool:
     return True
 
 
+def cache_stats(state: dict) -> dict:
+    "What reuse and moving state have brought and cost, from the state document."
+    shelf, counters, rates = state["shelf"], state["counters"], state["rates"]
+    snaps = shelf["snapshots"]
+    deltas = [s for s in snaps if s["disk"] < s["n_bytes"]]
+    rate = rates["prefill_ms_per_token"]
+    names = ("hits", "soft_hits", "misses", "reused_tokens", "computed_tokens",
+             "side_tokens", "own_tokens", "saves", "saved_bytes", "restores",
+             "restored_bytes", "forks", "head_waits", "refused_restores", "regrets",
+             "regret_ms")
+    asks = max(1, counters["asks"])
+    today = max(shelf["days"], default="")
+    day = shelf["days"].get(today, {})
+    return dict(
+        {n: counters[n] for n in names},
+        saved_ms_estimate=None if rate is None
+        else round(counters["reused_tokens"] * rate),
+        saved_bytes_an_ask=counters["saved_bytes"] // asks,
+        restored_bytes_an_ask=counters["restored_bytes"] // asks,
+        saved_bytes_today=day.get("saved_bytes", 0),
+        restored_bytes_today=day.get("restored_bytes", 0),
+        snapshots=len(snaps), pinned=sum(s["pinned"] for s in snaps),
+        bytes_as_files=shelf["bytes"], bytes_on_disk=shelf["disk"],
+        deltas=len(deltas), bytes_saved_by_deltas=shelf["bytes"] - shelf["disk"],
+        budget=shelf["budget"], save_ms_per_token=rates["save_ms_per_token"],
+        restore_ms_per_token=rates["restore_ms_per_token"], prefill_ms_per_token=rate,
+        certificate=shelf["certificate"].get("verdict", "not yet"),
+        outputs=divergence_text(shelf["outputs"]), days=shelf["days"])
+
+
 def why_text(w: dict) -> str:
     "A diagnosis as lines for people."
     lines = [f"ask {w['ask']}: {w['class']}; {fmt_n(w['reused_tokens'])} of "
@@ -7608,7 +8340,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 25. BENCH - toki's own cost, soak, and the everyday situations.
+# 27. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
 #    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
@@ -7617,22 +8349,6 @@ def status_text(state: dict) -> str:
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
 #    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
 # ============================================================================
-_WORDS = ("river stone lamp garden engine window paper signal harbor copper meadow "
-          "ladder basket thunder village mirror candle anchor forest bridge silver "
-          "market winter pocket hammer island feather compass kettle orchard").split()
-
-
-def prose(seed: int, n_words: int) -> str:
-    "Deterministic text of plain words; another seed, other text."
-    out, x = [], seed * 2654435761 % 2 ** 32 or 1
-    for i in range(n_words):
-        x ^= x << 13 & 0xFFFFFFFF
-        x ^= x >> 17
-        x ^= x << 5 & 0xFFFFFFFF
-        out.append(_WORDS[x % len(_WORDS)] + (". " if i % 11 == 10 else " "))
-    return "".join(out).strip()
-
-
 class Asker:
     "A client as others write them: plain HTTP, streaming, one connection an ask."
 
@@ -7646,32 +8362,17 @@ class Asker:
         if self.pin is not None:
             body["id_slot"] = self.pin
         clock, began = self.engine.edges.clock, self.engine.edges.clock.now()
-        up = self.engine.open("/v1/chat/completions", json.dumps(body).encode())
-        try:
-            if up.head() != 200:
-                raise engine_error(up.status, up.read_all())
-            splitter = EventSplitter()
-            text, first, timings, cache = [], None, None, None
-            while True:
-                data = up.read()
-                for raw in splitter.feed(data) if data else splitter.close():
-                    payload = event_payload(raw)
-                    if payload is None or payload == b"[DONE]":
-                        continue
-                    event = json.loads(payload)
-                    if "error" in event:
-                        raise engine_error(500, payload)
-                    for choice in event.get("choices") or ():
-                        piece = (choice.get("delta") or {}).get("content")
-                        if piece:
-                            first = first or (clock.now() - began) * 1000
-                            text.append(piece)
-                    timings = read_timings(event) or timings
-                    cache = event.get("cache") or cache
-                if not data:
-                    return "".join(text), first, timings, cache
-        finally:
-            up.close()
+        text, first, timings, cache = [], None, None, None
+        for event in self.engine.open("/v1/chat/completions",
+                                      json.dumps(body).encode()).events():
+            for choice in event.get("choices") or ():
+                piece = (choice.get("delta") or {}).get("content")
+                if piece:
+                    first = first or (clock.now() - began) * 1000
+                    text.append(piece)
+            timings = read_timings(event) or timings
+            cache = event.get("cache") or cache
+        return "".join(text), first, timings, cache
 
 
 class Oracle:
@@ -8119,15 +8820,9 @@ def _soak_ask(front: Engine, messages: list, leave: bool, after_s: float) -> str
             return "left"
         if not up.wait([], 300):
             return "stuck"
-        if up.head() != 200:
-            return "failed"
-        splitter, text = EventSplitter(), []
-        for raw in splitter.feed(up.read_all()) + splitter.close():
-            payload = event_payload(raw)
-            if payload and payload != b"[DONE]":
-                for choice in json.loads(payload).get("choices") or ():
-                    text.append((choice.get("delta") or {}).get("content") or "")
-        return "".join(text)
+        return "".join((choice.get("delta") or {}).get("content") or ""
+                       for event in up.events()
+                       for choice in event.get("choices") or ())
     except TokiError:
         return "failed"
     finally:
@@ -8170,7 +8865,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 26. DOCTOR - is everything fit, and if not, what to do.
+# 28. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -8254,7 +8949,11 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
     shelf = state["shelf"]
     if shelf["on"]:
         out.append(Check("OK", f"shelf: {len(shelf['snapshots'])} snapshots, "
-                         f"{fmt_bytes(shelf['bytes'])} in {shelf['folder']}"))
+                         f"{fmt_bytes(shelf['disk'])} in {shelf['folder']}; restores: "
+                         + shelf["certificate"].get("verdict", "not tried yet")))
+    elif shelf["trouble"]:
+        out.append(Check("WARN", "the shelf is off: " + shelf["trouble"],
+                         "`toki cache verify`"))
     elif engine.get("files"):
         out.append(Check("WARN", "the shelf is off: nothing is forked or kept",
                          "give --shelf-dir, the engine's --slot-save-path, on a model "
@@ -8267,7 +8966,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 27. COMMANDS - one function per subcommand, then main.
+# 29. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
@@ -8418,28 +9117,60 @@ def cmd_logs(c: Context) -> int:
     return 0
 
 
-@_command(_arg("what", choices=("stats", "list"), help="stats, or list"), _JSON)
+@_command(_arg("what", choices=("stats", "list", *DESK_VERBS),
+               help="stats, list, " + ", ".join(DESK_VERBS)),
+          _arg("ref", nargs="?", default="", help="a name, a snapshot, or a FILE for "
+               "warm (JSON of a chat, or text), export and import"),
+          _arg("which", nargs="?", default="", help="what to export; nothing: all"),
+          _JSON)
 def cmd_cache(c: Context) -> int:
-    """Show what the shelf holds and what moving state costs."""
-    state = c.state()
-    shelf, counters, rates = state["shelf"], state["counters"], state["rates"]
-    if c.ns.what == "list":
-        rows = [(s["sort"], s["size"], fmt_bytes(s["n_bytes"]), s["uses"],
-                 time_text(s["at"]), s["name"]) for s in shelf["snapshots"]]
-        c.say(json.dumps(shelf["snapshots"], indent=1) if c.ns.json else table(
-            rows, ("sort", "tokens", "bytes", "uses", "saved", "file")))
+    """Show, name, keep, check and move what the shelf holds."""
+    if c.ns.what == "stats":
+        stats = cache_stats(c.state())
+        c.say(json.dumps(stats, indent=1) if c.ns.json else table(
+            [(k, "unknown" if v is None else f"{v:,.4g}" if isinstance(v, float)
+              else f"{v:,}" if isinstance(v, int) else v)
+             for k, v in stats.items() if not isinstance(v, dict)], ("what", "value")))
         return 0
-    names = ("saves", "saved_bytes", "restores", "restored_bytes", "forks",
-             "refused_restores", "head_waits", "side_tokens", "hits", "misses",
-             "reused_tokens", "computed_tokens")
-    stats = dict({n: counters[n] for n in names}, snapshots=len(shelf["snapshots"]),
-                 bytes=shelf["bytes"], budget=shelf["budget"],
-                 save_ms_per_token=rates["save_ms_per_token"],
-                 restore_ms_per_token=rates["restore_ms_per_token"])
-    c.say(json.dumps(stats, indent=1) if c.ns.json else table(
-        [(k, "unknown" if v is None else f"{v:,.4g}" if isinstance(v, float)
-          else f"{v:,}") for k, v in stats.items()], ("what", "value")))
+    if c.ns.what == "list":
+        snaps = c.state()["shelf"]["snapshots"]
+        c.say(json.dumps(snaps, indent=1) if c.ns.json else table(
+            [(s["sort"], s["size"], fmt_bytes(s["n_bytes"]), fmt_bytes(s["disk"]),
+              s["uses"], "pinned" if s["pinned"] else "", s["label"],
+              time_text(s["at"]), s["name"]) for s in snaps],
+            ("sort", "tokens", "bytes", "on disk", "uses", "pin", "name", "saved",
+             "file")))
+        return 0
+    found = c.ask_daemon("POST", "/toki/cache/" + c.ns.what, _desk_body(c))
+    c.say(json.dumps(found, indent=1) if c.ns.json else "\n".join(
+        f"{k.replace('_', ' ')}: {fmt_n(v) if isinstance(v, int) else v}"
+        for k, v in found.items()))
     return 0
+
+
+def _desk_body(c: Context) -> dict:
+    "What the daemon needs to know for a verb of `toki cache`."
+    verb, ref = c.ns.what, c.ns.ref
+    if verb in ("export", "import"):
+        if not ref:
+            raise UsageError(f"{verb} needs a FILE", f"toki cache {verb} FILE")
+        return {"path": c.edges.disk.absolute(ref), "ref": c.ns.which}
+    if verb != "warm":
+        if verb in ("pin", "unpin", "drop") and not ref:
+            raise UsageError(f"{verb} needs a name or snapshot",
+                             "see `toki cache list`")
+        return {"ref": ref}
+    text = c.edges.disk.read_text(c.edges.disk.absolute(ref)) if ref else ""
+    if not text.strip():
+        raise UsageError(f"there is nothing to warm in {ref!r}",
+                         "give a file with a chat as JSON, or with text")
+    with contextlib.suppress(ValueError):
+        ask = json.loads(text)
+        if isinstance(ask, list):
+            ask = {"messages": ask}
+        if isinstance(ask, dict):
+            return {"ask": ask}
+    return {"ask": text}
 
 
 @_command(_arg("ask", nargs="?", default="", help="number of an ask; without it, the "
