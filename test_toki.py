@@ -44,6 +44,7 @@ import time
 import unittest
 import zipfile
 import zlib
+from unittest import mock
 from urllib.parse import parse_qs, urlsplit
 
 import toki
@@ -3570,6 +3571,238 @@ class ShelfRoom(Case):
                     data + b"\1\0\0\0", data[:4] + b"\5" + data[5:] + b"\0" * 4):
             self.assertIsNone(toki.slot_file_tokens(bad))
 
+    def test_a_hot_head_survives_a_hundred_strangers(self):
+        "The pool: it stays in its slot, without a save or a restore."
+        for kind in ("rewindable", "append-only"):
+            with self.subTest(kind):
+                fake, d, c = self.rig(kind)
+                head = {"role": "system", "content": say(1, 500)}
+                for i in range(5):
+                    c.chat([head, {"role": "user", "content": f"hot {i}"}], 4)
+                for i in range(100):
+                    c.chat([{"role": "user", "content": f"{i} " + say(100 + i, 60)}], 2)
+                restores = d.keeper.book.counters.restores
+                cache = c.chat([head, {"role": "user", "content": "hot again"}], 4)["cache"]
+                self.assertEqual(cache["source"], "resident")
+                self.assertLess(cache["computed_tokens"], 40)
+                self.assertEqual(d.keeper.book.counters.restores, restores)
+
+    def test_the_pool_yields_when_slots_are_scarce(self):
+        fake, d, c = self.rig(slots=2, shelf="off")
+        head = {"role": "system", "content": say(1, 300)}
+        for i in range(4):
+            c.chat([head, {"role": "user", "content": f"hot {i}"}], 2)
+        fake.hold("decode", after=1)
+        out = []
+        threads = [threading.Thread(target=lambda i=i: out.append(c.chat(
+            [{"role": "user", "content": say(30 + i, 90)}], 4))) for i in range(2)]
+        for t in threads:
+            t.start()
+        self.until(lambda: fake.frozen == 2, "both slots in use")
+        fake.release()
+        for t in threads:
+            t.join(20)
+        self.assertEqual(len(out), 2)
+
+    def test_siblings_share_the_context_of_their_parent(self):
+        for kind in ("rewindable", "window+full", "append-only"):
+            with self.subTest(kind):
+                fake, d, c = self.rig(kind, n_batch=64, prefill_ms_per_token=0.05)
+                d.keeper.book.rates.decode_ms, d.keeper.book.rates.reply_tokens = 0.1, 4
+                parent = [{"role": "system", "content": say(1, 500)}]
+                for turn in range(2):
+                    parent.append({"role": "user", "content": say(10 + turn, 80)})
+                    parent.append(c.chat(parent, 6)["choices"][0]["message"])
+                before = fake.counters["prompt_tokens_total"]
+                threads = [threading.Thread(target=c.chat, args=(parent + [
+                    {"role": "user", "content": f"child {i} " + say(i, 30)}], 4))
+                    for i in range(4)]
+                for t in threads:
+                    t.start()
+                for t in threads:
+                    t.join(30)
+                self.assertLess(fake.counters["prompt_tokens_total"] - before, 4 * 120)
+
+    def test_a_second_conversation_that_leaves_inside_a_message(self):
+        "Where nothing can be rewound, the third one finds the place saved."
+        fake, d, c = self.rig("append-only")
+        base, seen = say(1, 600), []
+        for i in range(3):
+            reply = c.chat([{"role": "system", "content": base + f" {i} " + say(i, 90)},
+                            {"role": "user", "content": "hello"}], 4)
+            seen.append(reply["cache"]["reused_tokens"])
+        self.assertGreater(seen[2], 500)
+
+    def test_the_days_write_budget(self):
+        fake, d, c = self.rig()
+        d.keeper.shelf.write_limit = 1
+        self.agents(fake, c, 3, 2)
+        saves = d.keeper.book.counters.saves
+        self.assertLessEqual(saves, 1)
+        self.agents(fake, c, 3, 2, head=650)
+        self.assertEqual(d.keeper.book.counters.saves, saves)
+        desk = toki.Desk(d.keeper)
+        self.assertGreater(desk.run("save", {"ref": "mine"})["snapshots"], 0)
+        today = d.keeper.document()["shelf"]["days"]
+        self.assertEqual(sum(day["saves"] for day in today.values()),
+                         d.keeper.book.counters.saves)
+
+    def test_a_restore_shelves_only_what_is_shared(self):
+        "A fork of a longer context must not count as saved beyond the shared part."
+        fake, d, c = self.rig()
+        self.agents(fake, c, 3, 1)
+        for s in d.keeper.book.slots:
+            self.assertLessEqual(s.shelved, max(
+                [m for _, m in d.keeper.book.snap_matches(toki.Prompt(
+                    d.keeper.book.trie.tokens((d.keeper.book.life, s.slot)), None))]
+                or [0]) if s.size else 0)
+
+    # ---- the desk -------------------------------------------------------------
+    def cache(self, d, *words):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = toki.main(["cache", *words, "--state-dir", d.where.state, "--json"])
+        self.assertEqual(code, 0, out.getvalue())
+        return json.loads(out.getvalue())
+
+    def test_named_saves_come_back(self):
+        fake, d, c = self.rig()
+        histories = []
+        for a in range(3):
+            h = [{"role": "user", "content": f"{a} " + say(a, 300)}]
+            histories.append(h + [c.chat(h, 6)["choices"][0]["message"]])
+        self.assertEqual(self.cache(d, "save", "monday")["snapshots"], 3)
+        self.assertTrue(self.cache(d, "save")["name"].startswith("save-20"))
+        for i in range(9):
+            c.chat([{"role": "user", "content": say(50 + i, 200)}], 2)
+        found = self.cache(d, "restore", "monday")
+        self.assertEqual((found["restored"], found["of"]), (3, 3))
+        for h in histories:
+            h.append({"role": "user", "content": "go on"})
+            cache = c.chat(h, 4)["cache"]
+            self.assertEqual(cache["source"], "resident")
+            self.assertLess(cache["computed_tokens"], 40)
+        self.assertEqual(self.cache(d, "restore")["restored"], 3)      # the newest
+        self.assertEqual(self.cache(d, "drop", "monday")["dropped"], 3)
+        self.assertEqual(toki.main(["cache", "restore", "monday", "--state-dir",
+                                    d.where.state]), 1)
+        self.assertFalse(d.keeper.open_count())
+
+    def test_pins_are_evicted_last(self):
+        fake, d, c = self.rig()
+        self.agents(fake, c, 3, 2)
+        shelf, book = d.keeper.shelf, d.keeper.book
+        shelf.settle()
+        least = min(book.snaps.values(), key=lambda s: shelf._values[s.id])
+        self.assertEqual(self.cache(d, "pin", least.name)["pinned"], 1)
+        self.assertTrue(book.snaps[least.id].pinned)
+        shelf.budget = least.disk + 10
+        self.agents(fake, c, 2, 1, head=640)
+        shelf.settle()
+        self.assertIn(least.id, book.snaps)
+        self.assertEqual(self.cache(d, "unpin", least.name)["unpinned"], 1)
+        self.assertFalse(book.snaps[least.id].pinned)
+
+    def test_a_warmed_head_is_there_for_the_first_ask(self):
+        for kind in ("rewindable", "append-only"):
+            with self.subTest(kind):
+                fake, d, c = self.rig(kind)
+                ask = [{"role": "system", "content": say(1, 400)}]
+                path = os.path.join(d.where.state, "ask.json")
+                with open(path, "w") as f:
+                    json.dump({"messages": ask}, f)
+                warmed = self.cache(d, "warm", path)
+                self.assertGreater(warmed["computed"], 380)
+                cache = c.chat(ask + [{"role": "user", "content": "x"}], 2)["cache"]
+                self.assertGreaterEqual(cache["reused_tokens"], warmed["tokens"] - 4)
+                with open(path, "w") as f:
+                    f.write(say(2, 200))
+                self.assertGreater(self.cache(d, "warm", path)["tokens"], 150)
+                self.assertEqual(toki.main(["cache", "warm", path + "x", "--state-dir",
+                                            d.where.state]), 2)
+
+    def test_the_desk_needs_the_token_and_says_what_is_wrong(self):
+        fake, d, c = self.rig()
+        for method, path in (("POST", "/toki/cache/save"), ("GET", "/toki/cache"),
+                             ("GET", "/toki/why/1"), ("POST", "/toki/forget")):
+            self.assertEqual(c.http(method, path, {})[0], 401)
+        desk = toki.Desk(d.keeper)
+        for verb, body, words in (
+                ("fly", {}, "has no 'fly'"), ("pin", {"ref": "x"}, "has no 'x'"),
+                ("restore", {}, "nothing was saved"), ("save", {"ref": "a b"}, "no name"),
+                ("export", {"path": "x"}, "absolute"),
+                ("import", {"path": "/nowhere/x"}, "/nowhere/x"),
+                ("warm", {"ask": {"messages": []}}, "messages"),
+                ("pin", {"ref": 3}, "string")):
+            with self.subTest(verb):
+                with self.assertRaises(toki.TokiError) as caught:
+                    desk.run(verb, body)
+                self.assertIn(words, caught.exception.message + caught.exception.hint)
+
+    # ---- trust ----------------------------------------------------------------
+    def test_restores_are_certified(self):
+        for kind in ("rewindable", "append-only", "window+full"):
+            with self.subTest(kind):
+                fake, d, c = self.rig(kind)
+                found = self.cache(d, "verify")["certificate"]
+                self.assertEqual(found["verdict"], "exact", found)
+                self.assertEqual(d.keeper.document()["shelf"]["certificate"]["verdict"],
+                                 "exact")
+                self.assertFalse(d.keeper.open_count())
+                self.assertFalse([s for s in d.keeper.book.snaps.values()
+                                  if s.label == "toki-check"])
+
+    def test_a_shelf_that_diverges_goes_off_and_says_so(self):
+        fake, d, c = self.rig()
+        trial = toki.Trial(0.0, 0.7, 0.01, 400, ("identical",) * 3)
+        self.assertEqual(toki.judge_trials([trial], 300), "diverges")
+        self.assertEqual(toki.judge_trials([trial, trial._replace(restored=0.04)], 300),
+                         "within noise")           # one prompt alone condemns nobody
+        d.keeper.shelf.certified({"verdict": "diverges", "restored": 0.7,
+                                  "control": 0.01})
+        self.assertFalse(d.keeper.ability().files)
+        self.agents(fake, c, 2, 2)
+        self.assertEqual(d.keeper.book.counters.saves, 0)
+        self.assertIn("0.7", d.keeper.document()["shelf"]["trouble"])
+
+    def test_verdicts(self):
+        def trial(reused, restored, control, kept=400):
+            return toki.Trial(reused, restored, control, kept, ())
+        for trials, verdict in (
+                ([trial(0, 0, 0)], "exact"), ([trial(0, 0.05, 0)], "within noise"),
+                ([trial(0.3, 0.3, 0.2)], "within noise"),
+                ([trial(0, 0.06, 0)], "diverges"), ([trial(0, 0, 0, 3)], "not reused"),
+                ([trial(0.2, 0.1, 0.1)], "diverges")):
+            self.assertEqual(toki.judge_trials(trials, 300), verdict)
+
+    def test_an_attached_engine_that_changed_loses_its_old_snapshots(self):
+        state, folder = self.folder(), self.folder()
+        fake, d, c = self.rig(state=state, folder=folder)
+        self.agents(fake, c, 2, 2)
+        d.close()
+        fake.kill()
+        with mock.patch.object(toki, "canary", lambda *a: False):
+            fake, d, c = self.rig(state=state, folder=folder)
+        self.assertEqual(d.keeper.book.snaps, {})
+        d.keeper.shelf.settle()
+        self.assertEqual([n for n in os.listdir(folder) if n.endswith(".kv")], [])
+
+    def test_a_sample_of_the_outputs_is_audited(self):
+        fake, d, c = self.rig()
+        auditor = toki.Auditor(d.keeper, 50)
+        h = [{"role": "user", "content": say(1, 200)}]
+        asks = d.keeper.book.counters.asks
+        for _ in range(4):
+            request = toki.parse_ask("chat", {"messages": h, "max_tokens": 9})
+            auditor.offer(request, 100)
+        self.assertTrue(auditor.step())
+        self.assertTrue(auditor.step())
+        self.assertFalse(auditor.step())
+        self.assertEqual(auditor.counts, {"identical": 2})
+        self.assertEqual(d.keeper.book.counters.asks, asks)
+        self.assertGreater(d.keeper.book.counters.own_tokens, 100)
+        self.assertFalse(d.keeper.open_count())
+
     def test_cache_command(self):
         fake, d, c = self.rig()
         self.agents(fake, c, 2, 2)
@@ -3579,6 +3812,207 @@ class ShelfRoom(Case):
                 self.assertEqual(toki.main(["cache", what, "--state-dir",
                                             d.where.state]), 0)
             self.assertIn(word if what == "stats" else "head", out.getvalue())
+
+
+def slot_file(ids, layers=2, row=32, state=b"", seed=0):
+    """A slot file as llama-server writes it: `layers` of K and V rows that depend on
+    the tokens up to theirs, so that equal beginnings have equal bytes."""
+    n, parts = len(ids), []
+    head = b"qsgg" + struct.pack("<5I", 4, n + 4, 0xFFFFFFFF, 1, n) + ids.tobytes() \
+        + b"\0\0\0\0"
+    parts.append(struct.pack("<2I", 1, n))
+    parts += [struct.pack("<3I", i, 1, 0) for i in range(n)]
+    parts.append(struct.pack("<4I", 0, layers, 0, 0))
+    for matrix in range(2 * layers):
+        parts.append(struct.pack("<iQ", 1, row))
+        h = hashlib.sha256(b"%d" % (matrix + seed))
+        for token in ids:
+            h.update(struct.pack("<I", token))
+            parts.append((h.digest() * (row // 32 + 1))[:row])
+    return head + b"".join(parts) + state
+
+
+class SlotFile(Case):
+    def ids(self, n, seed=0, first=()):
+        rnd = random.Random(seed)
+        return array.array("I", [*first, *(rnd.randrange(5000) for _ in range(n - len(first)))])
+
+    def test_layout_covers_the_file(self):
+        data = slot_file(self.ids(100), layers=3, row=64)
+        layout = toki.read_layout(io.BytesIO(data), len(data))
+        self.assertEqual(layout.n_tokens, 100)
+        self.assertEqual(sum(p.length for p in layout.parts), len(data))
+
+    def test_a_delta_gives_the_file_back_byte_for_byte(self):
+        head = self.ids(900)
+        parent = slot_file(head, row=256)
+        for n, seed in ((1000, 1), (950, 2), (900, 3)):
+            child = slot_file(self.ids(n, seed, head), row=256)
+            delta, out = io.BytesIO(), io.BytesIO()
+            size = toki.split_delta(io.BytesIO(child), io.BytesIO(parent), delta)
+            self.assertLess(size, 0.2 * len(child))
+            delta.seek(0)
+            self.assertTrue(toki.join_delta(delta, io.BytesIO(parent), out))
+            self.assertEqual(out.getvalue(), child)
+
+    def test_other_bits_are_not_shared(self):
+        "Equal tokens that were computed in other batches differ: nothing is merged."
+        ids = self.ids(300)
+        out, joined = io.BytesIO(), io.BytesIO()
+        child, parent = slot_file(ids, row=256, seed=9), slot_file(ids, row=256)
+        size = toki.split_delta(io.BytesIO(child), io.BytesIO(parent), out)
+        if size is not None:
+            self.assertGreater(size, 0.8 * len(child))
+            out.seek(0)
+            self.assertTrue(toki.join_delta(out, io.BytesIO(parent), joined))
+            self.assertEqual(joined.getvalue(), child)
+
+    def test_damage_is_noticed(self):
+        ids = self.ids(300)
+        parent = slot_file(ids, row=128)
+        child = slot_file(self.ids(330, 1, ids), row=128)
+        delta = io.BytesIO()
+        toki.split_delta(io.BytesIO(child), io.BytesIO(parent), delta)
+        good = delta.getvalue()
+        rnd = random.Random(3)
+        for _ in range(60):
+            bad = bytearray(good)
+            bad[rnd.randrange(len(bad))] ^= 1 << rnd.randrange(8)
+            out = io.BytesIO()
+            if toki.join_delta(io.BytesIO(bytes(bad)), io.BytesIO(parent), out):
+                self.assertEqual(out.getvalue(), child)
+        other = bytearray(parent)
+        other[-40] ^= 1
+        self.assertFalse(toki.join_delta(io.BytesIO(good), io.BytesIO(bytes(other[:-1])),
+                                         io.BytesIO()))
+
+    def test_hostile_files_are_no_layout(self):
+        data, rnd = slot_file(self.ids(40)), random.Random(5)
+        for cut in range(0, len(data) - 1, 97):
+            self.assertIsNone(toki.read_layout(io.BytesIO(data[:cut]), cut))
+        for _ in range(300):
+            bad = bytearray(data)
+            for _ in range(3):
+                at = rnd.randrange(0, 800)
+                bad[at] = rnd.randrange(256)
+            toki.read_layout(io.BytesIO(bytes(bad)), len(bad))    # whatever: no exception
+
+
+class Librarian(Case):
+    "The shelf itself, with slot files made here."
+
+    def shelf(self, folder=None, budget=1 << 30, state=None):
+        told = []
+        shelf = toki.Shelf(folder or self.folder(), os.path.join(
+            state or self.folder(), "shelf.db"), "0123456789ab", budget, toki.REAL,
+            told.append)
+        self.addCleanup(shelf.close)
+        return shelf, told
+
+    def put(self, shelf, ids, **more):
+        snap_id, name = shelf.new_name()
+        data = slot_file(ids, row=256, layers=4)
+        with open(shelf.path(name), "wb") as f:
+            f.write(data)
+        snap = toki.Snap(snap_id, name, "context", len(ids), len(ids), len(data), 1.0,
+                         disk=len(data), **more)
+        shelf.added(snap, ids)
+        return snap, data
+
+    def ids(self, n, seed, head=()):
+        return SlotFile.ids(self, n, seed, head)
+
+    def shared(self, shelf, n):
+        self.until(lambda: len(shelf._deltas) == n, f"{n} deltas")
+        shelf.settle()
+
+    def test_ten_conversations_with_one_head_cost_its_bytes_once(self):
+        shelf, told = self.shelf()
+        shelf.open()
+        head = self.ids(900, 0)
+        snaps = [self.put(shelf, self.ids(1000, 1 + i, head)) for i in range(10)]
+        shelf.settle()
+        self.shared(shelf, 9)
+        self.assertLess(shelf.used, 2.5 * snaps[0][0].n_bytes)
+        files = os.listdir(shelf.folder)
+        self.assertEqual(sum(n.endswith(".kvd") for n in files), 9)
+        self.assertEqual(shelf.used, sum(os.path.getsize(shelf.path(n)) for n in files))
+        for snap, data in snaps:
+            shelf.use(snap.id)
+            self.assertEqual(shelf.fit(snap), "")
+            with open(shelf.path(snap.name), "rb") as f:
+                self.assertEqual(f.read(), data)
+            shelf.done(snap.id)
+        self.assertEqual(sum(n.endswith(".kv") for n in os.listdir(shelf.folder)), 1)
+        self.assertEqual(sum(isinstance(e, toki.Marked) for e in told), 9)
+
+    def test_deltas_survive_a_restart_and_their_parent(self):
+        folder, state = self.folder(), self.folder()
+        shelf, _ = self.shelf(folder, state=state)
+        shelf.open()
+        head = self.ids(600, 0)
+        snaps = [self.put(shelf, self.ids(700, 1 + i, head)) for i in range(3)]
+        self.shared(shelf, 2)
+        shelf.close()
+        shelf, told = self.shelf(folder, state=state)
+        self.assertEqual(len(shelf.open()), 3)
+        parent = next(iter(shelf._deltas.values()))
+        shelf.remove(parent, next(s.name for s, _ in snaps if s.id == parent))
+        shelf.settle()
+        self.assertEqual(shelf._deltas, {})
+        for snap, data in snaps:
+            if snap.id != parent:
+                self.assertEqual(shelf.fit(snap._replace(verified=False)), "")
+
+    def test_a_damaged_delta_or_parent_is_refused(self):
+        for harm in ("delta", "parent", "gone"):
+            with self.subTest(harm):
+                shelf, told = self.shelf()
+                shelf.open()
+                head = self.ids(600, 0)
+                snaps = [self.put(shelf, self.ids(700, 1 + i, head))[0] for i in range(2)]
+                self.shared(shelf, 1)
+                child, parent = next(iter(shelf._deltas.items()))
+                names = {s.id: s.name for s in snaps}
+                path = shelf.path(names[child] + "d" if harm == "delta"
+                                  else names[parent])
+                if harm == "gone":
+                    os.remove(path)
+                else:
+                    with open(path, "r+b") as f:
+                        f.seek(os.path.getsize(path) - 90 if harm == "delta" else 9000)
+                        f.write(b"\xff" * 40)
+                snap = next(s for s in snaps if s.id == child)
+                self.assertNotEqual(shelf.fit(snap), "")
+                self.assertFalse(os.path.exists(shelf.path(snap.name)))
+
+    def test_eviction_keeps_what_deltas_stand_on(self):
+        shelf, told = self.shelf()
+        shelf.open()
+        head = self.ids(600, 0)
+        snaps = [self.put(shelf, self.ids(700, 1 + i, head))[0] for i in range(4)]
+        self.shared(shelf, 3)
+        parent = next(iter(shelf._deltas.values()))
+        shelf.budget = snaps[0].n_bytes + snaps[0].n_bytes // 5
+        self.put(shelf, self.ids(100, 77))
+        self.until(lambda: shelf.used <= shelf.budget, "within the budget")
+        gone = {e.id for e in told if isinstance(e, toki.Unshelved)}
+        self.assertTrue(gone)
+        if parent in gone:                       # then its last delta went before
+            self.assertEqual(set(shelf._deltas), set())
+
+    def test_an_index_of_another_schema_is_begun_anew(self):
+        folder, state = self.folder(), self.folder()
+        db = sqlite3.connect(os.path.join(state, "shelf.db"))
+        db.execute("PRAGMA user_version = 1")
+        db.commit()
+        db.close()
+        shelf, _ = self.shelf(folder, state=state)
+        with self.assertLogs("toki", "WARNING"):
+            self.assertEqual(shelf.open(), [])
+        self.put(shelf, self.ids(100, 1))
+        shelf.settle()
+        self.assertEqual(len(shelf._snaps), 1)
 
 
 class Oracle:
@@ -5116,7 +5550,7 @@ ROOMS = {
     "WIRE": (Wire,), "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
     "EDGES": (EdgesRoom,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
-    "LEDGER": (LedgerRoom,), "SHELF": (ShelfRoom,), "KEEPER": (KeeperRoom,), "HTTP": (Http,),
+    "LEDGER": (LedgerRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom), "KEEPER": (KeeperRoom,), "HTTP": (Http,),
     "GATEWAY": (GatewayRoom,), "INSTALL": (Install,), "STACK": (Stack,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,

@@ -5202,6 +5202,7 @@ class Keeper:
             log.warning("the engine answers otherwise with a snapshot of an earlier "
                         "life: %d snapshots are dropped", len(found))
             for snap, _ in found:
+                self._told(Unshelved(snap.id))
                 shelf.remove(snap.id, snap.name)
             return
         with self.lock:
