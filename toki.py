@@ -770,9 +770,9 @@ def divergence_text(counts: dict) -> str:
 # ============================================================================
 # 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
-#    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings, Assembler,
-#    error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error, scrub,
-#    prompt_size_error, split_tool_head.
+#    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings,
+#    Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error,
+#    scrub, prompt_size_error, split_tool_head.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -1430,7 +1430,7 @@ class Counters:
         "full_tokenizations": "prompts tokenized whole",
         "template_calls": "prompts rendered by the engine",
         "side_tokens": "... of computed_tokens, those of heads prefilled on the side",
-        "own_tokens": "tokens computed to check restores and outputs, not for any ask",
+        "own_tokens": "tokens computed to probe and to check, not for any ask",
         "forks": "prefixes moved from one slot to another",
         "restores": "snapshots moved into a slot",
         "saves": "slots saved as snapshots",
@@ -1649,6 +1649,10 @@ class Book:
         self.counters.computed_tokens += e.n_tokens
         self.counters.side_tokens += e.n_tokens
 
+    def snapshots(self) -> list:
+        "[(snapshot, its tokens)]"
+        return [(s, self.trie.tokens(("snap", i))) for i, s in self.snaps.items()]
+
     def snap_matches(self, prompt: Prompt) -> list:
         "[(snapshot, shared tokens)] of the shelf, longest first."
         return [(self.snaps[m.holder[1]], m.length)
@@ -1785,6 +1789,7 @@ _WAIT_MS = 30_000            # never wait longer than this for a better slot
 _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
 _DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
+_P_CRASH = 0.01              # chance that an engine is gone before the next turn
 _LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
 SLICE = 512                  # tokens after which a leader looks who waits for it
 
@@ -2071,7 +2076,8 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
         return Plan("wait", leader.slot.slot, "fork", why=(
             f"ask {leader.slot.busy} computes the same beginning just now"))
     o, heads = best.option, _heads(ability, request, prompt, best, branch)
-    turn = _turn_end(ability, request, prompt, best, heads, options)
+    kept = max((usable_snap(ability, s, m, n) for s, m in snaps), default=0)
+    turn = _turn_end(ability, request, prompt, best, heads, options, kept, prices)
     source = "none" if not best.usable else "fork" if best.donor >= 0 \
         else "shelf" if best.snap else "resident"
     return Plan("run", o.slot.slot, source, best.usable, o.match, o.slot.size, best.cut,
@@ -2138,22 +2144,25 @@ def _brink(ability: Ability, request: Request, prompt: Optional[Prompt], best: _
 
 
 def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
-              heads: tuple, options: Sequence[Option]) -> int:
+              heads: tuple, options: Sequence[Option], kept: int,
+              prices: Prices) -> int:
     """Where snapshots must be extended exactly: where to save in mid-turn, the end of
     the last message.  The next turn always extends it, however it renders the reply.
 
-    Only when the slot may be lost: while another one is free or worthless the engine's
-    own checkpoints do.
+    Only when the slot may be lost, or when so much of the conversation stands in no
+    snapshot (`kept` tokens do) that a crash would cost too much: while another slot is
+    free or worthless the engine's own checkpoints do.
     """
-    spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
-                and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
-                for o in options)
-    if spare:
-        return 0
     if not ability.files or not must_extend(ability) or prompt is None or request.raw \
             or request.klass == "oneshot" or not prompt.starts:
         return 0
     end = prompt.starts[-1]
+    at_risk = (end - max(kept, *heads, 0)) * prices.prefill * _P_CRASH
+    spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
+                and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
+                for o in options)
+    if spare and at_risk < prices.saving(end):
+        return 0
     new = end - max(best.usable, *heads, 0)
     return end if new >= BLOCK // 4 and end >= _HEAD_MIN else 0
 
@@ -3610,6 +3619,7 @@ class Engine:
         self.base = parts.path.rstrip("/")
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
+        self.facts_given = facts is not None
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -3729,7 +3739,8 @@ class Engine:
             data = self.json("GET", "/v1/models", timeout=10)["data"][0]
             meta, name = data.get("meta") or {}, str(data.get("id") or name)
         path = str(props.get("model_path") or "")
-        if self.facts is None and path and self.edges.disk.is_file(path):
+        if not self.facts_given and path and self.edges.disk.is_file(path):
+            self.facts = None            # another model may be served now
             with contextlib.suppress(BadModel):
                 self.facts = model_facts(self.edges, path)
         facts = self.facts
@@ -4138,6 +4149,7 @@ class Shelf:
         self.readable = edges.disk.exists(folder)
         self.trouble = ""                # why the shelf is off, in a sentence
         self.certificate: dict = {}      # the verdict on restores, once there is one
+        self.canary: dict = {}           # a snapshot of known answer
         self.used = 0                    # bytes on disk
         self.days: dict = {}             # "2026-11-30" -> Day
         self._digests: dict = {}         # id -> digest of the plain file
@@ -4274,7 +4286,7 @@ class Shelf:
             spent = self.days.get(today, Day()).saved_bytes
         if not self.write_limit or spent < self.write_limit:
             return True
-        self._warn(today, f"{fmt_bytes(spent)} were saved today, the limit is "
+        self.warn_once(today, f"{fmt_bytes(spent)} were saved today, the limit is "
                    f"{fmt_bytes(self.write_limit)}: only named snapshots are written")
         return False
 
@@ -4312,7 +4324,7 @@ class Shelf:
             self._jobs.put(("end", 0, None))
             self._thread.join(10)
 
-    def _warn(self, key: str, text: str) -> None:
+    def warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
             log.warning("%s", text)
@@ -4332,9 +4344,11 @@ class Shelf:
                 "WHERE namespace = ?", (self.namespace,)).fetchall()
             self.days = {day: Day(*rest) for day, *rest in db.execute(
                 "SELECT * FROM days ORDER BY day DESC LIMIT ?", (_DAYS_KEPT,))}
-            for (found,) in db.execute("SELECT found FROM certificates WHERE namespace "
-                                       "= ?", (self.namespace,)).fetchall():
-                self._believe(json.loads(found))
+            for name, found in db.execute("SELECT * FROM certificates").fetchall():
+                if name == self.namespace:
+                    self._believe(json.loads(found))
+                elif name == self.namespace + " canary":
+                    self.canary = json.loads(found)
             db.close()
         except (sqlite3.Error, OSError, TypeError) as error:
             log.warning("the shelf's index cannot be used (%s); begun anew", error)
@@ -4422,7 +4436,7 @@ class Shelf:
                 with db:
                     getattr(self, "_do_" + job)(db, key, value)
             except (sqlite3.Error, OSError) as error:
-                self._warn("index", f"the shelf's index cannot be written: {error}")
+                self.warn_once("index", f"the shelf's index cannot be written: {error}")
                 if job == "end":
                     break
             except Exception:            # a librarian must not die
@@ -4461,7 +4475,11 @@ class Shelf:
     def certified(self, found: dict) -> None:
         "A verdict on restores: remembered, and obeyed."
         self._believe(found)
-        self._jobs.put(("certificate", 0, json.dumps(found)))
+        self._jobs.put(("certificate", self.namespace, json.dumps(found)))
+
+    def set_canary(self, found: dict) -> None:
+        self.canary = found
+        self._jobs.put(("certificate", self.namespace + " canary", json.dumps(found)))
 
     def _believe(self, found: dict) -> None:
         self.certificate = found
@@ -4476,8 +4494,7 @@ class Shelf:
             self.trouble = ""
 
     def _do_certificate(self, db: sqlite3.Connection, key: Any, found: str) -> None:
-        db.execute("INSERT OR REPLACE INTO certificates VALUES (?, ?)",
-                   (self.namespace, found))
+        db.execute("INSERT OR REPLACE INTO certificates VALUES (?, ?)", (key, found))
 
     def _do_day(self, db: sqlite3.Connection, day: str, value: Day) -> None:
         db.execute("INSERT OR REPLACE INTO days VALUES (?, ?, ?, ?, ?)", (day, *value))
@@ -4591,7 +4608,7 @@ class Shelf:
                 break
             victim = min(free, key=lambda i: (self._snaps[i].pinned, self._values[i]))
             if self._snaps[victim].pinned:
-                self._warn("pins", "the pinned snapshots alone are larger than "
+                self.warn_once("pins", "the pinned snapshots alone are larger than "
                            "shelf_gb; the least valuable of them are given up")
             self._clock_value = max(self._clock_value, self._values[victim])
             self._forget(db, victim, self._snaps[victim].name)
@@ -4921,7 +4938,8 @@ class Mover:
             reply = self.engine.json("POST", f"/slots/{slot}?action=save",
                                      {"filename": name}, timeout=600)
         except TokiError as error:
-            log.warning("a slot could not be saved: %s", error.message)
+            shelf.warn_once("save", "a slot could not be saved (said once): "
+                            + error.message)
             shelf.remove(snap_id, name)
             return None
         ms = _engine_ms(reply, "save_ms", (clock.now() - began) * 1000)
@@ -5072,7 +5090,8 @@ class Mover:
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
 _P_LOSS = 0.1                # chance that a slot is lost before its next turn
-_QUIET_S = 20.0
+_GAP_S = 0.05
+_QUIET_S = 20.0              # before certificates and audits
 
 
 class _Ticket:
@@ -5118,6 +5137,7 @@ class Keeper:
         self.foreign_seen = 0.0
         self._useless = 0                # restores in a row that did not count
         self.phantom = threading.Event() # a hit failed: look for foreign traffic now
+        self.nudge = threading.Event()   # wakes the watching thread
         self._base: Optional[float] = None   # engine counters when all was quiet
         self._own = 0                    # tokens we caused since
         self._unsure = True              # an aborted ask's share is not known
@@ -5127,7 +5147,7 @@ class Keeper:
         self.started = edges.clock.wall()
         self.on_answer: list = []        # called with (request, tokens reused)
         self.on_idle: list = []          # called when all is quiet; True: more to do
-        self.on_old: Optional[Callable[[Snap, Tokens], bool]] = None
+        self.on_attach: Optional[Callable[[bool], bool]] = None
         self.audited: dict = {}          # output classes counted so far
         self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
         self.recent: deque = deque(maxlen=200)   # rows for the faces
@@ -5167,6 +5187,7 @@ class Keeper:
             self.foreign = False
             self.state, self.trouble = "ready", ""
             self._ready_at = self.edges.clock.now()
+            self.book.counters.own_tokens += spent
         try:
             self._open_shelf(info)
         except Exception:                # asks are served without it
@@ -5182,9 +5203,12 @@ class Keeper:
 
     def _open_shelf(self, info: EngineInfo) -> None:
         "Snapshots of this very model and engine shape, from this and earlier lives."
-        if self.shelf is not None or not info.files or not self.shelf_folder \
-                or not self.config.shelf:
+        if not info.files or not self.shelf_folder or not self.config.shelf:
             return
+        if self.shelf is not None and self.shelf.namespace == self._namespace():
+            self._drop_unless_trusted()
+            return
+        self._leave_shelf()
         if self.engine.facts is None:
             log.warning("the model file %r cannot be read here, so its memory kind is "
                         "not certain: the shelf stays off", info.path)
@@ -5198,30 +5222,39 @@ class Keeper:
             log.warning("the shelf %s cannot be used: %s", self.shelf_folder, error)
             return
         self.mover.shelf = shelf
-        if found and not self.managed and not self._trusted(found):
-            log.warning("the engine answers otherwise with a snapshot of an earlier "
-                        "life: %d snapshots are dropped", len(found))
-            for snap, _ in found:
-                self._told(Unshelved(snap.id))
-                shelf.remove(snap.id, snap.name)
-            return
         with self.lock:
             for snap, tokens in found:
                 self.book.apply(Shelved(snap, tokens, -1))
+        self._drop_unless_trusted()
         if found:
             log.info("%d snapshots on the shelf (%s)", len(found),
                      fmt_bytes(shelf.used))
 
-    def _trusted(self, found: list) -> bool:
-        "One old snapshot against computing: an attached engine may have changed."
-        if self.on_old is None:
-            return True
-        snap, tokens = min(found, key=lambda f: f[0].size)
-        with self.lock:
-            self.book.apply(Shelved(snap, tokens, -1))
+    def _leave_shelf(self) -> None:
+        "Another model, or another build: what was kept belongs to neither."
+        shelf = self.shelf
+        self.mover.shelf = None
+        if shelf is not None:
+            shelf.close()
+            with self.lock:
+                for snap, _ in self.book.snapshots():
+                    self.book.apply(Unshelved(snap.id))
+
+    def _drop_unless_trusted(self) -> None:
+        """Forget the snapshots of earlier lives when an attached engine answers with
+        one of them otherwise than before: its hidden settings may have changed."""
+        if self.managed or self.on_attach is None:
+            return
+        old = [s for s in self.book.snaps.values() if s.label != "toki-canary"]
         with contextlib.suppress(TokiError):
-            return self.on_old(snap, tokens)
-        return False
+            if self.on_attach(bool(old)):
+                return
+        if old:
+            log.warning("the engine answers otherwise with a snapshot of an earlier "
+                        "life: %d snapshots are dropped", len(old))
+        for snap in list(self.book.snaps.values()):
+            self.drop_snap(snap.id)
+        self.shelf.set_canary({})
 
     def namespace_parts(self) -> dict:
         """What must match before tokens may: model file, build, slots and window shape
@@ -5278,19 +5311,25 @@ class Keeper:
                     retry_s=5)
 
     def watch(self) -> None:
-        "Loop of the watching thread: health, foreign traffic.  Posts events only."
+        """Loop of the watching thread: health and foreign traffic now and then, saves
+        as soon as nobody asks."""
+        look_at = 0.0
         while not self.stopping.is_set():
+            now = self.edges.clock.now()
             try:
-                self.watch_once()
+                if now >= look_at or self.phantom.is_set():
+                    self.phantom.clear()
+                    self.watch_once()
+                    look_at = now + (0.25 if self.state != "ready" else _WATCH_S)
+                with contextlib.suppress(TokiError):
+                    while not self.stopping.is_set() and self.save_idle():
+                        pass
+                    self._idle_work()
             except Exception:                # a watcher must not die
                 log.exception("watching the engine failed")
-            pause = 0.25 if self.state != "ready" else _WATCH_S
-            with contextlib.suppress(TokiError):
-                while not self.stopping.is_set() and self.save_idle():
-                    pause = 0.25
-                self._idle_work()
-            if self.phantom.wait(pause):
-                self.phantom.clear()
+            if self.nudge.wait(max(0.05, look_at - self.edges.clock.now())):
+                self.nudge.clear()
+                self.edges.clock.sleep(_GAP_S)   # who asks at once is not kept waiting
 
     def _idle_work(self) -> None:
         "What may be done while nobody asks: certificates, audits."
@@ -5353,10 +5392,13 @@ class Keeper:
         total = m.get("prompt_tokens_total", 0) + m.get("tokens_predicted_total", 0)
         others = m.get("requests_processing", 0) \
             + m.get("requests_deferred", 0) > open_now
-        if self._base is not None and total < self._base:
+        known = (self._base or 0) + self._own / 2    # the counters trail a little
+        if total < known:
             log.warning("the engine was restarted by somebody; its slots are empty")
             self.book.apply(Reborn(len(self.book.slots)))
-            self._base, self._unsure = None, True
+            self._base, self._own, self._unsure = None, 0, True
+            self.state = "loading"       # looked at anew, and its shelf
+            return
         if open_now == 0 and now - self._ended_at > 0.5:
             # The counters are printed with six digits.
             slack = 2e-5 * total
@@ -5576,6 +5618,7 @@ class Keeper:
             self._regret_locked(lease, timings)
             if book.counters.phantom_hits > before and not self.managed:
                 self.phantom.set()
+                self.nudge.set()
             self._end_locked(lease)
 
     def _judge_restore_locked(self, lease: Lease, timings: Timings) -> None:
@@ -5618,16 +5661,12 @@ class Keeper:
 
         Contexts saved this way survive a crash of toki or engine: worth it as soon as
         computing the unsaved end again, times the chance of losing it, costs more than
-        the save.  Where snapshots must be extended exactly, turn snapshots serve
-        better, so a context is only saved when all has been quiet for a while.
+        the save.
         """
         with self.lock:
             ability = self.ability() if self.state == "ready" else None
             if ability is None or not ability.files or not ability.pinned \
                     or self.open_count() or self.tickets:
-                return False
-            quiet = self.edges.clock.now() - self._ended_at
-            if must_extend(ability) and p_loss < 1 and quiet < _QUIET_S:
                 return False
             prices = Prices.of(self.book.rates)
             waiting = [s for s in self.book.slots if not s.busy and not s.opaque
@@ -5727,6 +5766,8 @@ class Keeper:
         self._ended_at = self.edges.clock.now()
         self._leave_locked(lease.request)
         self._grant_locked()
+        if not self.open_count() and not self.tickets:
+            self.nudge.set()             # a gap: time to save
 
     def abort(self, lease: Lease, sent: bool) -> None:
         """The ask did not finish.  The slot is free only when the engine says so; what
@@ -5907,7 +5948,7 @@ class Keeper:
 
     def stop(self) -> None:
         self.stopping.set()
-        self.phantom.set()
+        self.nudge.set()
         self.up.set()                    # let waiting asks see that it ends
 
 
@@ -5944,6 +5985,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 # ============================================================================
 _POSITIONS = 16              # generated tokens that are compared
 _TRIAL_TOKENS, _TRIAL_TAIL = 320, 24
+_CANARY_TOKENS = 96
 _NOISE = 0.05                # |dlogprob| that every change of batch shape may bring
 
 
@@ -6061,23 +6103,35 @@ def certify(keeper: Keeper) -> dict:
     return found
 
 
-def canary(keeper: Keeper, snap: Snap, tokens: Tokens) -> bool:
-    """Does a snapshot of an earlier engine life answer as its tokens do when computed?
+def canary(keeper: Keeper, old: bool) -> bool:
+    """May the snapshots of earlier engine lives (`old`: there are some) be trusted?
 
-    For attached engines, whose hidden settings (adapters...) may have changed.
+    For attached engines, whose hidden settings (adapters, cache types...) may have
+    changed: a small snapshot of known answer is restored and must answer as before.
+    The first life makes it.
     """
-    longer = tokens + tokens[:8]
-    lease = keeper.borrow(longer)
+    shelf, info = keeper.shelf, keeper.engine.info
+    n = _CANARY_TOKENS + (info.window if info else 0)
+    tokens = array("I", keeper.engine.tokenize(prose(13, n), True))[:n]
+    known = shelf.canary
+    with keeper.lock:
+        there = known.get("id") in keeper.book.snaps
+    lease = keeper.borrow(tokens)
     try:
-        fresh, _, _ = _generate(keeper, lease, longer, False)
-        _fill(keeper, lease, tokens)
-        control, _, _ = _generate(keeper, lease, longer, True)
-        keeper.shelf.use(snap.id)
-        if not keeper.mover.restore(lease, snap.id):
+        if there:
+            shelf.use(known["id"])
+            if keeper.mover.restore(lease, known["id"]):
+                out, _, _ = _generate(keeper, lease, tokens + tokens[:4], True)
+                before = [(i, p, {}) for i, p in known["positions"]]
+                return [i for i, _, _ in out[:1]] == [i for i, _, _ in before[:1]] \
+                    and _largest_gap(before, out) <= 4 * _NOISE
             return False
-        restored, _, _ = _generate(keeper, lease, longer, True)
-        return _largest_gap(fresh, restored) <= max(
-            4 * _NOISE, 1.5 * _largest_gap(fresh, control))
+        _fill(keeper, lease, tokens)
+        snap = keeper.mover.save(lease.seat, "head", tokens, n, -1, "toki-canary", True)
+        if snap is not None:
+            out, _, _ = _generate(keeper, lease, tokens + tokens[:4], True)
+            shelf.set_canary({"id": snap.id, "positions": [(i, p) for i, p, _ in out]})
+        return not old
     finally:
         keeper.hand_back(lease, 0)
 
@@ -6229,7 +6283,8 @@ class Desk:
     def _restore(self, body: dict) -> dict:
         ref = self._ref(body)
         with self.keeper.lock:
-            newest = max((s for s in self.keeper.book.snaps.values() if s.label),
+            newest = max((s for s in self.keeper.book.snaps.values()
+                          if s.label and s.label != "toki-canary"),
                          key=lambda s: s.at, default=None)
         if not ref and newest is None:
             raise Missing("nothing was saved under a name yet", "`toki cache save`")
@@ -7894,7 +7949,7 @@ class Daemon:
         self.engine = self.engine or Engine("http://127.0.0.1:1", "", edges)
         self.engine.host, self.engine.port = "127.0.0.1", port
         self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
-        self.engine.facts = facts
+        self.engine.facts, self.engine.facts_given = facts, True
         self.engine.swa_full = swa_full and "--swa-full" not in dropped
         return EngineProcess([plan["binary"], *flags], edges, where)
 
@@ -8038,7 +8093,7 @@ class Daemon:
         auditor.counts = keeper.audited
         keeper.on_answer.append(auditor.offer)
         keeper.on_idle.append(auditor.step)
-        keeper.on_old = lambda snap, tokens: canary(keeper, snap, tokens)
+        keeper.on_attach = lambda old: canary(keeper, old)
         tried: set = set()
 
         def once() -> bool:
