@@ -5356,6 +5356,10 @@ class RealShelf(Real):
         self.assertTrue(daemon.keeper.ability().files, server.url)
         return daemon
 
+    def empty(self, server):
+        for slot in range(4):
+            toki.Engine(server.url).json("POST", f"/slots/{slot}?action=erase", {})
+
     def efficiency(self, name, model, *flags, slots=4, scale=900):
         server = self.server(model, *flags, slots=slots)
         d = self.shelf_rig(server, swa_full="--swa-full" in flags)
@@ -5559,6 +5563,40 @@ class RealShelf(Real):
                 keeper.drop_snap(snap.id)
         self.assertLessEqual(worst, 0.05)
 
+    def test_harm_to_the_shelf_costs_computing_only(self):
+        "F-45: a flipped bit, the index gone, a budget below one snapshot."
+        def flip(server, state):
+            for name in os.listdir(server.home):
+                if name.endswith((".kv", ".kvd")):
+                    with open(os.path.join(server.home, name), "r+b") as f:
+                        f.seek(-64, 2)
+                        f.write(b"\xff" * 8)
+
+        def lose(server, state):
+            for suffix in ("", "-wal", "-shm"):
+                with contextlib.suppress(OSError):
+                    os.remove(os.path.join(state, "shelf.db" + suffix))
+        h = [{"role": "user", "content": say(1, 600)}]
+        for harm in (flip, lose):
+            with self.subTest(harm.__name__):
+                state = self.folder()
+                server = self.server("llama-dense")
+                d = self.shelf_rig(server, state)
+                known = Client(d).chat(h, 6)["choices"][0]["message"]["content"]
+                d.close()
+                self.empty(server)
+                harm(server, state)
+                d = self.shelf_rig(server, state)
+                reply = Client(d).chat(h, 6)
+                self.assertEqual(reply["cache"]["kind"], "miss")
+                self.assertEqual(reply["choices"][0]["message"]["content"], known)
+                self.assertIsNone(server.process.poll())
+                again = Client(d).chat(h + [{"role": "assistant", "content": "x"},
+                                            {"role": "user", "content": "y"}], 4)
+                self.assertEqual(again["cache"]["kind"], "hit")
+                d.close()
+                server.stop()
+
     def test_a_folder_that_cannot_be_written(self):
         "Saves fail at the engine: said, and every ask is answered."
         server = self.server("llama-dense")
@@ -5639,7 +5677,7 @@ class RealShelf(Real):
         for name in names:
             path = os.path.join(server.home, name)
             os.truncate(path, os.path.getsize(path) - 1)
-        toki.Engine(server.url).json("POST", "/slots/0?action=erase", {})
+        self.empty(server)
         d = self.shelf_rig(server, state)
         self.assertEqual(Client(d).chat(h, 4)["cache"]["kind"], "miss")
         self.assertIsNone(server.process.poll())

@@ -319,7 +319,8 @@ SETTINGS = (
             "pin again when an attached engine had no other traffic this long, in s"),
     Setting("shortcut", True, _switch, "tokenize only the new end of a known prompt"),
     Setting("memory_mb", 6, _natural, "memory for known prompts and texts, in MiB"),
-    Setting("history", True, _switch, "keep the ledger of asks (never their text)"),
+    Setting("history", True, _switch,
+            "keep the ledger of asks and their token ids, never text"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
             "how much the log says"),
 )
