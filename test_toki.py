@@ -5505,7 +5505,7 @@ class RealShelf(Real):
                 oracle.add(prompt, engine.tokenize(text + h[-1]["content"], True))
                 self.assertEqual(reply["cache"]["prompt_tokens"], len(prompt))
             if turn in (1, 2):           # between two turns, without a warning
-                time.sleep(0.6)          # a gap, as every run has: toki uses it
+                time.sleep(2.5)          # a gap, as every run has: toki uses it
                 d.keeper.shelf.settle()
                 spent += server.metrics()["prompt_tokens_total"]
                 server.process.kill()

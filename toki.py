@@ -1353,11 +1353,12 @@ class Unshelved(NamedTuple):
 
 
 class Marked(NamedTuple):
-    "Somebody named or pinned a snapshot, or it takes another room on disk."
+    "A snapshot was named, pinned or checked, or takes another room on disk."
     id: int
     label: str
     pinned: bool
     disk: int
+    verified: bool
 
 
 class Restored(NamedTuple):
@@ -1634,7 +1635,8 @@ class Book:
     def _on_marked(self, e: Marked) -> None:
         if e.id in self.snaps:
             self.snaps[e.id] = self.snaps[e.id]._replace(
-                label=e.label, pinned=e.pinned, disk=e.disk)
+                label=e.label, pinned=e.pinned, disk=e.disk,
+                verified=e.verified or self.snaps[e.id].verified)
 
     def _on_restored(self, e: Restored) -> None:
         snap, s = self.snaps[e.id], self.slots[e.slot]
@@ -1780,7 +1782,7 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 # 9. DECIDE - which slot, what is destroyed, and why.
 #    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
 #    usable_snap, must_extend, incomplete, estimate_ms, p_return, learn_kind,
-#    pool_size, SLICE.  pure and total: always a plan, always a why.
+#    pool_size, SLICE, P_CRASH.  pure and total: always a plan, always a why.
 # ============================================================================
 _HALF_LIFE_S = {"agent": 1800.0, "chat": 900.0, "oneshot": 60.0, "": 1.0}
 _P_RETURN = {"agent": 0.95, "chat": 0.8, "oneshot": 0.02, "": 0.0}
@@ -1789,8 +1791,9 @@ _GAMBLE_LIMIT = 0.2          # cut a document's old question while it loses less
 _WAIT_MS = 30_000            # never wait longer than this for a better slot
 _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
 _DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
+_HEADER = 8                  # tokens that open a message, about
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
-_P_CRASH = 0.01              # chance that an engine is gone before the next turn
+P_CRASH = 0.01              # chance that an engine is gone before the next turn
 _LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
 SLICE = 512                  # tokens after which a leader looks who waits for it
 
@@ -1840,7 +1843,8 @@ class Prices(NamedTuple):
             return careful if measured is None else measured
         return cls(max(known(rates.prefill_ms, _DEFAULT_PREFILL_MS), _LEAST_PREFILL_MS),
                    known(rates.save_ms, _DEFAULT_MOVE_MS),
-                   known(rates.restore_ms, _DEFAULT_MOVE_MS))
+                   # restoring takes about as long as saving, mostly less
+                   known(rates.restore_ms, known(rates.save_ms, _DEFAULT_MOVE_MS)))
 
     def saving(self, n: int) -> float:
         return MOVE_FIXED_MS + n * self.save
@@ -2103,6 +2107,8 @@ def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
     if not ability.files or prompt is None or request.raw or request.klass == "oneshot":
         return ()
     wanted = [prompt.users[0]] if prompt.users else []
+    if wanted and not must_extend(ability):      # the header of the message is shared
+        wanted = [min(wanted[0] + _HEADER, len(prompt.tokens) - 1)]
     if must_extend(ability) and all(abs(branch - end) > BLOCK // 2 for end in (
             *wanted, prompt.ahead, *prompt.starts[-1:])):
         wanted.append(branch)
@@ -2158,7 +2164,7 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
             or request.klass == "oneshot" or not prompt.starts:
         return 0
     end = prompt.starts[-1]
-    at_risk = (end - max(kept, *heads, 0)) * prices.prefill * _P_CRASH
+    at_risk = (end - max(kept, *heads, 0)) * prices.prefill * P_CRASH
     spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
                 and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
                 for o in options)
@@ -4429,7 +4435,7 @@ class Shelf:
             try:
                 job, key, value = self._jobs.get(timeout=1.0)
             except queue.Empty:
-                job, key, value = "share", 0, None
+                job, key, value = "tidy", 0, None
             try:
                 db = db or self._database()
                 if job == "end":
@@ -4510,7 +4516,7 @@ class Shelf:
             if snap is None:
                 return
             snap = self._snaps[snap_id] = snap._replace(**changes)
-        self.tell(Marked(snap_id, snap.label, snap.pinned, snap.disk))
+        self.tell(Marked(snap_id, snap.label, snap.pinned, snap.disk, snap.verified))
 
     def _forget(self, db: sqlite3.Connection, snap_id: int, name: str) -> None:
         for child in [c for c, parent in self._deltas.items() if parent == snap_id]:
@@ -4548,11 +4554,27 @@ class Shelf:
                    (disk, parent, snap.id))
         self._change(snap.id, disk=disk)
 
-    # ---- bytes shared ---------------------------------------------------------
-    def _do_share(self, db: sqlite3.Connection, key: Any, value: Any) -> None:
+    # ---- when nothing else is to do --------------------------------------------
+    def _do_tidy(self, db: sqlite3.Connection, key: Any, value: Any) -> None:
+        "Check the digest of one file, or put one into a delta; then look again."
+        if self.readable and (self._check_one(db) or self._share_one(db)):
+            self._jobs.put(("tidy", 0, None))
+
+    def _check_one(self, db: sqlite3.Connection) -> bool:
+        "Files of earlier lives are read once, so that the first ask need not wait."
+        snap = next((s for s in self._snaps.values()
+                     if not s.verified and s.id not in self._deltas), None)
+        if snap is None:
+            return False
+        if self.fit(snap):
+            self._forget(db, snap.id, snap.name)
+            self.tell(Unshelved(snap.id))
+        else:
+            self._change(snap.id, verified=True)
+        return True
+
+    def _share_one(self, db: sqlite3.Connection) -> bool:
         "Put one more plain file into a delta, if another one holds its beginning."
-        if not self.readable:
-            return
         parents = set(self._deltas.values())
         for snap in list(self._snaps.values()):
             if snap.id in self._deltas or snap.id in parents or snap.id in self._alone:
@@ -4561,8 +4583,8 @@ class Shelf:
             if parent is None or not self._share(db, snap, parent):
                 self._alone.add(snap.id)
                 continue
-            self._jobs.put(("share", 0, None))   # there may be more
-            return
+            return True
+        return False
 
     def _parent_for(self, snap: Snap) -> Optional[Snap]:
         "The plain snapshot with the longest common beginning that is worth a delta."
@@ -5092,6 +5114,7 @@ _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
 _P_LOSS = 0.1                # chance that a slot is lost before its next turn
 _GAP_S = 0.05
+_REST_S = 1.0                # so long a pause may become a long one
 _QUIET_S = 20.0              # before certificates and audits
 
 
@@ -5657,8 +5680,9 @@ class Keeper:
                         "is %s, planned so from now on", lease.ask, timings.cache_n,
                         lease.plan.expect, kind)
 
-    def save_idle(self, p_loss: float = _P_LOSS) -> bool:
+    def save_idle(self, p_loss: float = 0.0) -> bool:
         """Save the most valuable unsaved slot while nobody asks; True when one was.
+        The chance of a loss, where not given, grows with the time that all is quiet.
 
         Contexts saved this way survive a crash of toki or engine: worth it as soon as
         computing the unsaved end again, times the chance of losing it, costs more than
@@ -5670,6 +5694,8 @@ class Keeper:
                     or self.open_count() or self.tickets:
                 return False
             prices = Prices.of(self.book.rates)
+            quiet = self.edges.clock.now() - self._ended_at
+            p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
             waiting = [s for s in self.book.slots if not s.busy and not s.opaque
                        and s.size - s.shelved >= 2 * BLOCK and s.klass != "oneshot"
                        and (s.size - s.shelved) * prices.prefill * p_loss
