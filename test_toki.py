@@ -44,7 +44,6 @@ import time
 import unittest
 import zipfile
 import zlib
-from unittest import mock
 from urllib.parse import parse_qs, urlsplit
 
 import toki
@@ -5810,13 +5809,688 @@ class RealAlone(Real):
 # ============================================================================
 # Running
 # ============================================================================
+# ============================================================================
+# EMBED - how do two replies differ?
+# ============================================================================
+REPORT = ("The service keeps a queue of jobs in memory and writes every finished job to "
+          "disk. When the process restarts it reads the file and continues with the "
+          "jobs that were still open. If the disk is full, new jobs are refused with an "
+          "error.")
+SAME = (("empty", ""), ("one word", "Yes."), ("a paragraph", REPORT),
+        ("code", "```\nx = 1\n```"), ("another script", "\u0434\u0430"))
+BLANKS = (
+    ("newline at the end", "The answer is 4.", "The answer is 4.\n"),
+    ("blanks between words", "The answer is 4.", "The  answer is 4."),
+    ("lines wrapped elsewhere", REPORT, REPORT.replace(" and ", "\nand ")),
+    ("line ends", "one\ntwo\n", "one\r\ntwo\r\n"),
+    ("a blank line between paragraphs", "One.\nTwo.", "One.\n\nTwo."),
+    ("another indent", "```\nx = 1\n\ty = 2\n```", "```\nx = 1\n    y = 2\n```"),
+)
+NOISE = (
+    ("colon", "The answer is 4.", "The answer is: 4"),
+    ("bold", "The answer is 4.", "The answer is **4**."),
+    ("full stop", "The answer is 4", "The answer is 4."),
+    ("clauses swapped", "Paris is the capital of France.",
+     "The capital of France is Paris."),
+    ("purpose first", "To list the files, run `ls -la` in the terminal.",
+     "Run `ls -la` in the terminal to list the files."),
+    ("article", "The function returns the sum of both arguments.",
+     "This function returns the sum of the two arguments."),
+    ("short form", "I have updated the config file and restarted the server.",
+     "I've updated the config file and restarted the server."),
+    ("here is", "Sure, here is the corrected version:",
+     "Sure! Here's the corrected version:"),
+    ("passive", "You can install it with pip: `pip install requests`.",
+     "It can be installed with pip: `pip install requests`."),
+    ("because, since", "The test fails because the file is missing.",
+     "The test fails since the file is missing."),
+    ("another frame", "There are 3 errors in the log.", "The log contains 3 errors."),
+    ("order of a list", "Use a dictionary, a list or a tuple.",
+     "Use a list, a tuple or a dictionary."),
+    ("semicolon", "The build took 12 seconds, which is fine.",
+     "The build took 12 seconds; that is fine."),
+    ("in short", "In short, caching avoids repeated work.",
+     "In summary, caching avoids repeated work."),
+    ("two sentences", "First open the file, then read each line and print it.",
+     "First, open the file. Then read each line and print it."),
+    ("each, every", "The loop runs 10 times and prints the counter each time.",
+     "The loop runs 10 times, printing the counter every time."),
+    ("bullets", "- apples\n- pears\n- plums", "* apples\n* pears\n* plums"),
+    ("numbers or bullets", "1. Open the door\n2. Turn left\n3. Knock",
+     "- Open the door\n- Turn left\n- Knock"),
+    ("isn't", "It is not possible to undo this step.",
+     "It isn't possible to undo this step."),
+    ("place and year", "She was born in 1990 in Berlin.",
+     "She was born in Berlin in 1990."),
+    ("a figure as a word", "The value of `x` is five.", "The value of `x` is 5."),
+    ("quotation marks", "Press \u201cStart\u201d to begin.", 'Press "Start" to begin.'),
+    ("adverbial first", "Water boils at 100 degrees Celsius at sea level.",
+     "At sea level, water boils at 100 degrees Celsius."),
+    ("quick, fast", "The quick fix is to restart the service.",
+     "The fast fix is to restart the service."),
+    ("would recommend", "I would recommend using a queue here.",
+     "I recommend using a queue here."),
+    ("thousands", "The city has about 1,000,000 inhabitants.",
+     "The city has about 1000000 inhabitants."),
+    ("a unit close to its figure", "The file has 5 MB in all.",
+     "In all, the file has 5MB."),
+    ("code marks", "Set `max_tokens` to 16 and try again.",
+     "Set max_tokens to 16 and try again."),
+    ("the same code", "Here is the loop:\n```python\nfor x in xs:\n    print(x)\n```",
+     "This is the loop:\n```python\nfor x in xs:\n    print(x)\n```"),
+    ("several words", REPORT, REPORT.replace("keeps a queue of jobs", "holds a job queue")
+     .replace("finished job", "completed job").replace("continues", "carries on")
+     .replace("refused", "rejected")),
+    ("a short word more", "Yes, that works.", "Yes, that will work."),
+    ("a friendly beginning", "A mutex protects shared data.",
+     "Great question! A mutex protects shared data."),
+    ("same call, other spacing", '{"name": "ls", "arguments": {"all": true}}',
+     '{"arguments":{"all":true},"name":"ls"}'),
+    ("another language", "Die Antwort lautet 4, weil 2 plus 2 gleich 4 ist.",
+     "Die Antwort ist 4, denn 2 plus 2 ist gleich 4."),
+    ("no blanks between words", "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
+     "\u5df4\u9ece\u662f\u6cd5\u56fd\u7684\u9996\u90fd\u3002"),
+)
+SUBSTANCE = (
+    ("number", "The answer is 4.", "The answer is 5."),
+    ("number as a word", "A triangle has three sides.", "A triangle has four sides."),
+    ("decimals", "Pi is about 3.14.", "Pi is about 3.41."),
+    ("sign", "It was -5 degrees last night.", "It was 5 degrees last night."),
+    ("unit", "The file has 5 MB.", "The file has 5 GB."),
+    ("price", "It was sold for $120.", "It was sold for $1200."),
+    ("date", "The meeting is on 2026-03-02.", "The meeting is on 2026-03-12."),
+    ("exit code", "The command ended with exit code 0.",
+     "The command ended with exit code 1."),
+    ("negation", "The file is present.", "The file is not present."),
+    ("can't", "You can delete this folder safely.",
+     "You can't delete this folder safely."),
+    ("no need", "There is no need to restart.", "There is a need to restart."),
+    ("yes and no", "Yes.", "No."),
+    ("contradiction", "Yes, this class is safe to share between threads.",
+     "No, this class is unsafe to share between threads."),
+    ("true, false", "The statement is true.", "The statement is false."),
+    ("increase, decrease", "Increase the timeout and try again.",
+     "Decrease the timeout and try again."),
+    ("before, after", "Run the tests before the deploy.",
+     "Run the tests after the deploy."),
+    ("left, right", "Move the slider to the left.", "Move the slider to the right."),
+    ("valid, invalid", "The certificate is valid until May.",
+     "The certificate is invalid until May."),
+    ("enabled, disabled", "The cache is enabled by default.",
+     "The cache is disabled by default."),
+    ("always, never", "Always close the file yourself.",
+     "Never close the file yourself."),
+    ("passes, fails", "The test passes on every platform.",
+     "The test fails on every platform."),
+    ("name", "The capital of Australia is Canberra.",
+     "The capital of Australia is Sydney."),
+    ("name in code marks", "Call `read_file` with the path.",
+     "Call `write_file` with the path."),
+    ("name in plain text", "Set max_tokens to 16.", "Set min_tokens to 16."),
+    ("camel case", "The handler is called onMouseDown there.",
+     "The handler is called onMouseOver there."),
+    ("method", "Call os.remove(path) for each file.",
+     "Call os.rename(path) for each file."),
+    ("variable", "for i in range(10):\n    print(i)",
+     "for i in range(10):\n    print(j)"),
+    ("file name", "The bug is in main.py, near the top.",
+     "The bug is in utils.py, near the top."),
+    ("path", "It reads its settings from /etc/hosts first.",
+     "It reads its settings from /etc/passwd first."),
+    ("flag", "Run git push --force to finish.", "Run git push --dry-run to finish."),
+    ("comparison", "The loop ends when n > limit holds.",
+     "The loop ends when n < limit holds."),
+    ("identifier in code", "```python\nreturn total / count\n```",
+     "```python\nreturn total / size\n```"),
+    ("operator in code", "Try this:\n```c\nif (i < n) i++;\n```",
+     "Try this:\n```c\nif (i <= n) i++;\n```"),
+    ("argument of a call", '{"name": "read_file", "arguments": {"path": "/a/b.txt"}}',
+     '{"name": "read_file", "arguments": {"path": "/a/c.txt"}}'),
+    ("another topic", "Caching keeps results so that they need not be computed again.",
+     "Sourdough bread needs flour, water, salt and a good deal of patience."),
+    ("refusal", "Open the settings and choose the second tab.",
+     "I am sorry, but I do not have access to that page."),
+    ("empty", "The answer is 4.", ""),
+    ("only blanks", "The answer is 4.", " \n"),
+    ("cut after a sentence", REPORT, REPORT[:REPORT.index("If the disk")]),
+    ("cut in a sentence", REPORT, REPORT[:REPORT.index("that were")]),
+    ("cut early", REPORT, REPORT[:40]),
+    ("stuck", "The garden lies behind the house, next to the river.",
+     "The the the the the the the the the the the the"),
+    ("another language", "The house is big and stands by the river.",
+     "Das Haus ist gross und steht am Fluss."),
+    ("no blanks between words", "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
+     "\u6211\u4eca\u5929\u65e9\u4e0a\u5403\u4e86\u9762\u5305\u3002"),
+)
+
+
+class Divergence(Case):
+    PAIRS = [("identical", name, text, text) for name, text in SAME] + [
+        (kind, *pair) for kind, pairs in (
+            ("whitespace", BLANKS), ("restore-noise", NOISE), ("substantive", SUBSTANCE))
+        for pair in pairs]
+
+    def test_every_class_is_recognised_whichever_text_comes_first(self):
+        self.assertGreaterEqual(len(self.PAIRS), 40)
+        for kind, name, a, b in self.PAIRS:
+            for x, y in ((a, b), (b, a)):
+                with self.subTest(kind, name=name, first=x[:20]):
+                    self.assertEqual(toki.divergence(x, y), kind)
+
+    def test_every_class_is_counted(self):
+        counts = {}
+        for kind, _, a, b in self.PAIRS:
+            counts[kind] = counts.get(kind, 0) + 1
+        self.assertEqual(set(counts), set(toki.DIVERGENCES))
+        text = toki.divergence_text(counts)
+        self.assertTrue(text.startswith(f"{len(self.PAIRS)} outputs compared: identical"))
+        self.assertRegex(text, r"substantive \d+ \(\d+\.\d%\)$")
+        self.assertEqual(toki.divergence_text({}), "no outputs compared yet")
+
+    def test_same_answer_in_every_process_and_hash_seed(self):
+        code = ("import sys, json; sys.path.insert(0, sys.argv[1]); import toki\n"
+                "pairs = json.load(sys.stdin)\n"
+                "print([toki.divergence(a, b) for a, b in pairs],\n"
+                "      [toki.embed_text(a) for a, b in pairs])")
+        pairs = json.dumps([[a, b] for _, _, a, b in self.PAIRS])
+        folder = os.path.dirname(os.path.abspath(toki.__file__))
+        outs = {subprocess.run([sys.executable, "-c", code, folder], input=pairs,
+                               env=dict(os.environ, PYTHONHASHSEED=seed), text=True,
+                               capture_output=True, check=True).stdout
+                for seed in ("0", "1", "4711")}
+        self.assertEqual(len(outs), 1)
+        self.assertIn("restore-noise", outs.pop())
+
+    def test_vectors_of_an_engine_decide_what_words_cannot(self):
+        one = "A stack serves the newest item at once."
+        same = "What was pushed most recently leaves a stack soonest."
+        near, far = ([1.0, 0.0], [0.99, 0.05]), ([1.0, 0.0], [0.2, 1.0])
+        self.assertEqual(toki.divergence(one, same), "substantive")
+        self.assertEqual(toki.divergence(one, same, near), "restore-noise")
+        self.assertEqual(toki.divergence(one, one.replace("newest", "latest"), far),
+                         "substantive")
+
+    def test_near_vectors_do_not_excuse_another_figure_or_name(self):
+        near = ([1.0, 0.0], [1.0, 0.001])
+        for a, b in (("The answer is 4.", "The answer is 5."),
+                     ("Call `read_file` now.", "Call `write_file` now."),
+                     ("It is safe.", "It is not safe.")):
+            self.assertEqual(toki.divergence(a, b, near), "substantive")
+
+    def test_odd_texts_never_raise(self):
+        rnd = random.Random(3)
+        odd = ["\ud800 lone", "\x00", "```", "`", "{", "[" * 5000, "9" * 5000,
+               "a" * 20_000, "-", "((((", "n't", "1,000,", "\u2019"]
+        for _ in range(300):
+            a, b = rnd.choice(odd), rnd.choice(odd) + rnd.choice(("", " x", "\n1."))
+            self.assertIn(toki.divergence(a, b), toki.DIVERGENCES)
+
+
+# ============================================================================
+# WHY - one scripted miss for every cause; class, place and text of each.
+# ============================================================================
+class WhyRoom(Case):
+    SYSTEM = "You are a careful coding agent. " + say("system", 120)
+    REMINDER = "\n<system-reminder>\n" + say("reminder", 40) + "\n</system-reminder>"
+
+    # ---- what clients send ----------------------------------------------------
+    @staticmethod
+    def task(seed):
+        return "Task: " + say(seed, 90)
+
+    @classmethod
+    def body(cls, *turns, system=None, **more):
+        "A chat body: texts are user and assistant in turn, other messages as they are."
+        messages = [{"role": "system", "content": system or cls.SYSTEM}]
+        for i, turn in enumerate(turns):
+            messages.append(turn if isinstance(turn, dict) else
+                            {"role": ("user", "assistant")[i % 2], "content": turn})
+        return dict({"messages": messages}, **more)
+
+    @staticmethod
+    def tool(name, note=""):
+        return {"type": "function", "function": {
+            "name": name, "description": f"{name} {note}" + say(name, 20),
+            "parameters": {"type": "object", "properties": {
+                "path": {"type": "string", "description": say(name + "path", 8)}}}}}
+
+    @classmethod
+    def tools(cls, *names):
+        return [cls.tool(n) for n in names or ("read_file", "write_file", "run_shell",
+                                               "grep")]
+
+    @staticmethod
+    def call(arguments):
+        return {"role": "assistant", "content": "", "tool_calls": [{
+            "id": "c1", "type": "function", "function": {"name": "read_file",
+                                                         "arguments": arguments}}]}
+
+    # ---- asking, and asking why -----------------------------------------------
+    def stage(self, **options):
+        settings = {k: options.pop(k) for k in ("state", "shelf_dir") if k in options}
+        memory = options.get("kind", "rewindable")
+        fake = self.fake(**options)
+        d = self.daemon(fake, kind=memory, **settings)
+        return fake, d, Client(d)
+
+    def ask(self, c, body, **more):
+        "The number of an ask."
+        headers = more.pop("headers", {})
+        return c.json("POST", "/v1/chat/completions", dict(
+            {"max_tokens": 4, "temperature": 0}, **body, **more),
+            headers=headers)["cache"]["ask"]
+
+    def why(self, c, number, status=200):
+        return c.json("GET", f"/toki/why/{number}", status=status,
+                      headers={"Authorization": "Bearer " + c.token})
+
+    def why_of(self, c, *bodies, **more):
+        "Ask all; why did the last one compute what it did?"
+        return self.why(c, [self.ask(c, body, **more) for body in bodies][-1])
+
+    def tells(self, w, kind, section, mine="", theirs=""):
+        "Class, place, text on both sides, and a remedy that belongs to the class."
+        self.assertEqual((w["class"], w["section"]), (kind, section), w)
+        self.assertIn(mine, w["mine"], w)
+        self.assertIn(theirs, w["theirs"], w)
+        self.assertEqual(w["remedy"], toki.REMEDIES[kind])
+
+    # ---- the text differs -------------------------------------------------------
+    def texts(self):
+        "(name, body before, body now, class, place, text now, text before)"
+        task, body, sys, note = self.task, self.body, self.SYSTEM, self.REMINDER
+        uuids = "3f2a9c1e-77aa-4b1d-9e0f-1234567890ab", \
+            "c81d07e4-10bb-4f6e-8a52-ba0987654321"
+        dated = [f"{sys}\nToday's date: 2026-03-0{n}\n{say('rules', 60)}" for n in (2, 3)]
+        clock = [f"{sys}\nNow: {text}\n{say('rules', 60)}" for text in (
+            "Mon Mar  2 14:05:31 UTC 2026", "Tue Mar  3 09:15:00 UTC 2026")]
+        stamped = [f"<current_datetime>2026-03-02T14:0{n}:31.118Z</current_datetime>\n"
+                   + task(6) for n in (5, 7)]
+        other = self.tools()
+        other[1] = self.tool("write_file", "(absolute paths only) ")
+        args = {"path": "/src/main.py", "lines": [1, 20]}
+        called = [body(task(14), self.call(json.dumps(args, separators=pair)),
+                       {"role": "tool", "tool_call_id": "c1", "content": say(141, 80)},
+                       {"role": "user", "content": task(142)}, tools=self.tools())
+                  for pair in ((", ", ": "), (",", ":"))]
+        long = [x for i in range(5) for x in (task(200 + i), "did " + say(300 + i, 60))]
+        context = {"role": "user", "content": "<context>\n" + say("ctx", 50)}
+        spoken = "I will " + say(131, 40)
+        thought = "<think>\n" + say(134, 60) + "\n</think>\n\n" + spoken
+        return (
+            ("a nonce in the billing header", *(body(task(1), system=(
+                f"x-anthropic-billing-header: cc_version=2.1.38.{a}; cc_entrypoint=cli; "
+                f"cch={b};\n{sys}")) for a, b in (("a1b", "0f3a1"), ("f07", "99be2"))),
+             "nonce", "system", "f07", "a1b"),
+            ("a session id in the system prompt", *(body(task(2), system=(
+                f"{sys}\nSession: {u}\n{say('rules', 80)}")) for u in uuids),
+             "nonce", "system", uuids[1], uuids[0]),
+            ("a nonce in the header of a message", *(body(
+                f"[request-id: {u}]\n{task(3)}", "Well, " + say(31, 60), task(32))
+                for u in ("8f3a77", "b1c902")),
+             "nonce", "message 1 (user)", "b1c902", "8f3a77"),
+            ("the date in the head", *(body(task(4), system=s) for s in dated),
+             "date", "system", "2026-03-03", "2026-03-02"),
+            ("the time of day in the head", *(body(task(5), system=s) for s in clock),
+             "date", "system", "Tue Mar  3", "Mon Mar  2"),
+            ("a time stamp in a message", *(body(s) for s in stamped),
+             "date", "message 1 (user)", "2026-03-02T14:07", "2026-03-02T14:05"),
+            ("tools in another order", body(task(7), tools=self.tools()),
+             body(task(7), tools=self.tools("read_file", "run_shell", "write_file",
+                                            "grep")),
+             "tool order", "tool 2 (run_shell)", "run_shell", "write_file"),
+            ("other order, with calls behind", *(body(
+                task(71), self.call('{"path": "/a"}'), {"role": "user", "content":
+                                                        task(72)}, *more, tools=tools)
+                for tools, more in ((self.tools(), ()), (self.tools()[::-1], (
+                    self.call('{"path": "/b"}'), {"role": "user", "content": "On."})))),
+             "tool order", "tool 1 (grep)", "grep", "read_file"),
+            ("the schema of one tool", *(body(task(8), tools=tools)
+                                         for tools in (self.tools(), other)),
+             "tools changed", "tool 2 (write_file)", "(absolute", ""),
+            ("a tool loaded later", body(task(9), tools=self.tools()),
+             body(task(9), tools=self.tools("read_file", "list_files", "write_file",
+                                            "run_shell", "grep")),
+             "tools changed", "tool 2 (list_files)", "list_files", "write_file"),
+            ("a reminder moved to the newest message",
+             body(task(10), "Well, " + say(101, 40), task(102) + note),
+             body(task(10), "Well, " + say(101, 40), task(102), "Done: " + say(103, 40),
+                  task(104) + note),
+             "moved reminder", "message 3 (user)", "Done:", "<system-reminder>"),
+            ("a reminder moved back to the first message",
+             body(task(105), "Well, " + say(106, 40), task(107) + note),
+             body(task(105) + note, "Well, " + say(106, 40), task(107)),
+             "moved reminder", "message 1 (user)", "<system-reminder>", "Well,"),
+            ("a message of context kept last",
+             body(task(108), "Well, " + say(109, 40), task(110), context),
+             body(task(108), "Well, " + say(109, 40), task(110), "Done " + say(111, 40),
+                  task(112), context),
+             "moved reminder", "message 4 (assistant)", "Done", "<context>"),
+            ("a reminder inserted into an early message",
+             body(task(113), "Well, " + say(114, 40), task(115)),
+             body(task(113) + note, "Well, " + say(114, 40), task(115)),
+             "edited", "message 1 (user)", "<system-reminder>", "Well,"),
+            ("a reminder gone from an early message",
+             body(task(116) + note, "Well, " + say(117, 40), task(118)),
+             body(task(116), "Well, " + say(117, 40), task(118)),
+             "edited", "message 1 (user)", "Well,", "<system-reminder>"),
+            ("an early message of the user edited",
+             body(task(15), "Well, " + say(151, 40), task(152)),
+             body("In other words: " + task(15), "Well, " + say(151, 40), task(152)),
+             "edited", "message 1 (user)", "In other words", "Task:"),
+            ("one word edited",
+             body(task(16) + " please " + task(161), "Well, " + say(162, 40), task(163)),
+             body(task(16) + " slowly " + task(161), "Well, " + say(162, 40), task(163)),
+             "edited", "message 1 (user)", "slowly", "please"),
+            ("a reply that came back changed",
+             body(task(13), spoken + " and " + say(132, 40), task(133)),
+             body(task(13), spoken + " or rather " + say(132, 40), task(133)),
+             "replay", "message 2 (assistant)", "or rather", "and"),
+            ("reasoning dropped from an older turn", body(task(134), thought, task(135)),
+             body(task(134), spoken, task(135)),
+             "replay", "message 2 (assistant)", "I will", "<think>"),
+            ("arguments of a call in another spelling", *called,
+             "replay", "message 2 (assistant)", '{"path":"/src', '{"path": "/src'),
+            ("history cut, the newest turns kept", body(*long, task(20)),
+             body("Summary so far: " + say(21, 60), *long[-1:], task(20)),
+             "compaction", "message 1 (user)", "Summary so far", "Task:"),
+            ("oldest turns dropped", body(*long, task(22)), body(*long[4:], task(22)),
+             "compaction", "message 1 (user)", task(202)[6:20], task(200)[6:20]),
+        )
+
+    def test_a_difference_in_the_text_is_named_with_its_place(self):
+        "All in one daemon: the right earlier ask is found among many that begin alike."
+        _, _, c = self.stage()
+        for name, before, now, kind, section, mine, theirs in self.texts():
+            with self.subTest(name):
+                first, second = self.ask(c, before), self.ask(c, now)
+                w = self.why(c, second)
+                self.tells(w, kind, section, mine, theirs)
+                self.assertNotEqual(w["mine"], w["theirs"])
+                self.assertEqual(w["like_ask"], first)
+                self.assertEqual(w["first_differing_token"], common_prefix(
+                    *(tokenize(apply_template(b)[0]) for b in (before, now))))
+                self.assertGreater(w["lost_tokens_estimate"], 40)
+                self.assertLessEqual(w["lost_tokens_estimate"],
+                                     w["prompt_tokens"] - w["reused_tokens"])
+
+    def test_what_goes_on_or_branches_off_lost_nothing(self):
+        _, _, c = self.stage(slots=1)
+        base = self.body(self.task(1), "Well, " + say(11, 40), self.task(12))
+        for name, now in (
+                ("the next turn", self.body(self.task(1), "Well, " + say(11, 40),
+                                            self.task(12), "So " + say(13, 40), "On.")),
+                ("the same again", base),
+                ("a new last message", self.body(self.task(1), "Well, " + say(11, 40),
+                                                 self.task(14)))):
+            with self.subTest(name):
+                w = self.why_of(c, base, now)
+                self.assertEqual((w["class"], w["lost_tokens_estimate"]), ("none", 0), w)
+
+    def test_a_named_conversation_that_was_summarised(self):
+        _, _, c = self.stage()
+        long = [x for i in range(6) for x in (self.task(i), "did " + say(50 + i, 60))]
+        self.ask(c, self.body(*long, self.task(9)), headers={"Session-Id": "s1"})
+        self.ask(c, self.body(self.task(77)), headers={"Session-Id": "s2"})
+        number = self.ask(c, self.body("Summary: " + say(8, 60)),
+                          headers={"Session-Id": "s1"})
+        w = self.why(c, number)
+        self.tells(w, "compaction", "message 1 (user)", "Summary:", "Task:")
+        self.assertEqual(w["like_ask"], 1)
+        # Another session that begins with the same system prompt lost nothing.
+        number = self.ask(c, self.body(self.task(78)), headers={"Session-Id": "s3"})
+        self.assertEqual(self.why(c, number)["class"], "none")
+
+    def test_reasoning_that_is_not_sent_back(self):
+        "The reply itself is not kept: only what came instead can be shown."
+        _, _, c = self.stage(reasoning=60)
+        body = self.body(self.task(1))
+        message = c.json("POST", "/v1/chat/completions", dict(
+            body, max_tokens=120))["choices"][0]["message"]
+        self.assertTrue(message["reasoning_content"])
+        w = self.why_of(c, self.body(self.task(1), message["content"], self.task(2)))
+        self.tells(w, "replay", "message 2 (assistant)", message["content"][:20], "")
+        self.assertGreater(w["lost_tokens_estimate"], 60)
+
+    def test_a_reply_lost_behind_a_changed_end_is_no_replay(self):
+        "A short line that the client moves from turn to turn costs the whole reply."
+        _, _, c = self.stage()
+        text, clock = self.task(1), "\n[battery {} %]"
+        reply = c.json("POST", "/v1/chat/completions", dict(
+            self.body(text + clock.format(80)), max_tokens=200))["choices"][0]["message"]
+        w = self.why_of(c, self.body(text, reply["content"],
+                                     self.task(2) + clock.format(79)))
+        self.tells(w, "edited", "message 1 (user)", "assistant", "[battery 80 %]")
+        self.assertGreater(w["lost_tokens_estimate"], 150)
+
+    def test_the_same_text_in_other_tokens(self):
+        _, _, c = self.stage()
+        ids = tokenize(say(1, 200))
+        k = next(i for i, token in enumerate(ids) if i > 150 and token >> 16)
+        raw = ids[k].to_bytes(4, "big").lstrip(b"\0")[1:]
+        split = ids[:k] + [int.from_bytes(b"\1" + bytes([b]), "big") for b in raw] \
+            + ids[k + 1:]
+        self.assertEqual(detokenize(split), detokenize(ids))
+        for prompt in (ids, split):
+            number = c.json("POST", "/v1/completions", {
+                "prompt": prompt, "max_tokens": 4})["cache"]["ask"]
+        w = self.why(c, number)
+        self.tells(w, "token boundary", "text")
+        self.assertEqual((w["first_differing_token"], w["mine"][:60]),
+                         (k, w["theirs"][:60]))
+
+    # ---- the text is the same ------------------------------------------------------
+    def test_evicted_by_the_ask_that_took_the_slot(self):
+        _, _, c = self.stage(slots=1)
+        mine, alien = self.body(self.task(1)), self.body(say(2, 200), system="Other.")
+        w = self.why_of(c, mine, alien, self.body("Hm?", system="Third."), mine)
+        self.tells(w, "evicted", "system")
+        self.assertEqual((w["like_ask"], w["evicted_by"]), (1, 2))
+        self.assertGreater(w["lost_tokens_estimate"], 500)
+        text = toki.why_text(w)
+        self.assertIn("its slot was taken by ask 2", text)
+        self.assertIn("most like ask 1, computed from token", text)
+
+    def test_evicted_by_asks_whose_tokens_are_not_known(self):
+        fake, d, c = self.stage(slots=1, vision=True)
+        mine = self.body(self.task(1))
+        picture = {"role": "user", "content": [
+            {"type": "text", "text": say(2, 100)},
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
+        w = self.why_of(c, mine, self.body(picture), mine)
+        self.assertEqual((w["class"], w["evicted_by"]), ("evicted", 2), w)
+        self.assertIn("not known", self.why(c, 2, 404)["error"]["message"])
+        fake.hold("decode", after=2)             # a client that leaves
+        sock = c.open_stream(say(3, 300))
+        self.until(lambda: fake.frozen)
+        sock.close()
+        self.until(lambda: not d.keeper.open_count())
+        fake.release()
+        w = self.why_of(c, mine)
+        self.assertEqual((w["class"], w["evicted_by"]), ("evicted", 4), w)
+
+    def test_who_keeps_the_needed_beginning_evicted_nobody(self):
+        "Pure: two asks pass through the slot, only the second destroys the head."
+        head = array.array("I", range(1000, 1700))
+
+        def past(n, tokens, slot=0):
+            return toki.Ask(n, tokens, (), 1, slot, float(n), "")
+        tail = array.array("I", range(5000, 5080))
+        asks = [past(1, head + tail), past(2, head[:650] + array.array("I", range(6000, 6040))),
+                past(3, array.array("I", range(9000, 9500)))]
+        d = toki.diagnose(past(4, head + array.array("I", [1, 2])), asks, lambda ids: "x")
+        self.assertEqual((d.kind, d.like, d.by), ("evicted", 1, 3))
+
+    def test_a_restart_of_the_engine(self):
+        fake, d, c = self.stage()
+        mine = self.body(self.task(1))
+        self.ask(c, mine)
+        fake.kill()
+        d.keeper.watch_once()
+        fake.revive()
+        self.until(lambda: d.keeper.state == "ready")
+        w = self.why_of(c, mine)
+        self.tells(w, "restart", "system")
+        self.assertEqual((w["like_ask"], w["reused_tokens"]), (1, 0))
+
+    def test_a_restart_of_toki_and_engine(self):
+        "Asks count from 1 again; what an earlier run computed is still remembered."
+        state = self.folder()
+        fake, d, c = self.stage(state=state)
+        mine = self.body(self.task(1))
+        self.ask(c, mine)
+        self.ask(c, self.body(self.task(2), system="Other."))
+        d.close()
+        fake.kill()
+        fake.revive()
+        d = self.daemon(fake, state=state)
+        c = Client(d)
+        w = self.why_of(c, mine)
+        self.tells(w, "restart", "system")
+        self.assertLess(w["like_ask"], 0)
+        self.assertIn("an earlier run", toki.why_text(w))
+        self.assertEqual(self.why_of(c, self.body(say(5, 99), system="New " + say(6, 99)))
+                         ["class"], "new")
+
+    def test_a_slot_that_was_at_work(self):
+        fake, _, c = self.stage()
+        fake.hold("decode", after=20)
+        first = threading.Thread(target=self.ask, args=(c, self.body(self.task(1))),
+                                 kwargs={"max_tokens": 40})
+        first.start()
+        self.until(lambda: fake.frozen)
+        number = self.ask(c, self.body(self.task(2)))
+        fake.release()
+        first.join(20)
+        w = self.why(c, number)
+        self.tells(w, "busy", "system")
+        self.assertEqual(w["like_ask"], 1)
+
+    def test_a_slot_that_keeps_another_conversation(self):
+        "Nobody works there: toki spared it, as the shelf is off."
+        _, _, c = self.stage()
+        w = self.why_of(c, *(self.body(self.task(n), tools=self.tools()) for n in (1, 2)))
+        self.tells(w, "kept", "system")
+        self.assertIn("keeps its own conversation", w["plan"])
+
+    def test_an_engine_that_places_asks_itself(self):
+        _, _, c = self.stage(unified=True)
+        w = self.why_of(c, self.body(self.task(1)), self.body(say(3, 200), system="Other."),
+                        self.body(self.task(1)))
+        self.assertEqual(w["class"], "unpinned", w)
+
+    def test_memory_that_cannot_be_rewound_to_a_branch_in_a_message(self):
+        _, _, c = self.stage(kind="append-only")
+        document = say("document", 600)
+        w = self.why_of(c, *(self.body(f"{document}\n\nQuestion {q}?") for q in "AB"))
+        self.tells(w, "engine limit", "message 1 (user)")
+        self.assertGreater(w["lost_tokens_estimate"], 500)
+
+    def test_a_date_is_the_cause_also_where_nothing_can_be_rewound(self):
+        _, _, c = self.stage(kind="append-only")
+        w = self.why_of(c, *(self.body(self.task(1), system=(
+            f"{self.SYSTEM}\nToday is 2026-03-0{n}.\n{say('rules', 40)}")) for n in (2, 3)))
+        self.tells(w, "date", "system", "2026-03-03", "2026-03-02")
+
+    def test_raw_and_new(self):
+        _, _, c = self.stage()
+        w = self.why_of(c, self.body(self.task(1)))
+        self.tells(w, "new", "system")
+        self.assertEqual((w["like_ask"], w["lost_tokens_estimate"]), (0, 0))
+        w = self.why(c, self.ask(c, self.body(self.task(1)), toki={"mode": "raw"}))
+        self.tells(w, "raw", "")
+        self.assertEqual(self.why(c, 99, 404)["error"]["type"], "not_found_error")
+
+    # ---- places in prompts of other templates ----------------------------------------
+    TEMPLATES = {
+        "ChatML": ("<|im_start|>system\nS<|im_end|>\n",
+                   "<|im_start|>user\n%s<|im_end|>\n", "<|im_start|>assistant\n%s<|im_end|>\n"),
+        "Llama 3": ("<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>",
+                    "<|start_header_id|>user<|end_header_id|>\n\n%s<|eot_id|>",
+                    "<|start_header_id|>assistant<|end_header_id|>\n\n%s<|eot_id|>"),
+        "Gemma": ("", "<start_of_turn>user\n%s<end_of_turn>\n",
+                  "<start_of_turn>model\n%s<end_of_turn>\n"),
+        "gpt-oss": ("<|start|>system<|message|>S<|end|><|start|>developer<|message|>D<|end|>",
+                    "<|start|>user<|message|>%s<|end|>",
+                    "<|start|>assistant<|channel|>final<|message|>%s<|end|>"),
+        "Granite": ("<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n",
+                    "<|start_of_role|>user<|end_of_role|>%s<|end_of_text|>\n",
+                    "<|start_of_role|>assistant<|end_of_role|>%s<|end_of_text|>\n"),
+        "Phi": ("<|system|>\nS<|end|>\n", "<|user|>\n%s<|end|>\n", "<|assistant|>\n%s<|end|>\n"),
+        "Mistral": ("<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT]", "[INST]%s[/INST]", "%s</s>"),
+        "DeepSeek": ("S", "<\uff5cUser\uff5c>%s", "<\uff5cAssistant\uff5c>%s"),
+    }
+
+    def test_places_in_prompts_of_other_templates(self):
+        vocabulary, words = {}, []
+
+        def ids(text):
+            "(tokens, indices of control tokens): a word is a token."
+            controls = toki.control_candidates(text)
+            pattern = "|".join([*map(re.escape, controls), r" ?\w+|\s|."])
+            out, starts = array.array("I"), []
+            for word in re.findall(pattern, text):
+                if word not in vocabulary:
+                    vocabulary[word] = len(words)
+                    words.append(word)
+                starts += [len(out)] if word in controls else []
+                out.append(vocabulary[word])
+            return out, starts
+
+        def read(tokens):
+            return "".join(words[i] for i in tokens)
+        for name, (system, user, reply) in self.TEMPLATES.items():
+            def prompt(head="Be brief. " + say(1, 60), first="User stories: " + say(2, 60),
+                       answer="System check. " + say(3, 60), last="Tool, " + say(4, 60)):
+                return system.replace("S", head) + user % first + reply % answer \
+                    + user % last + reply.partition("%s")[0]
+            for place, changed in (
+                    ("system", prompt(head="Be long. " + say(1, 60))),
+                    ("message 1 (user)", prompt(first="User tales: " + say(2, 60))),
+                    ("message 2 (assistant)", prompt(answer="System cheque. " + say(3, 60))),
+                    ("message 3 (user)", prompt(last="Tools, " + say(4, 60)))):
+                if place == "system" and not system:
+                    continue
+                asks = [toki.Ask(i, *ids(text), 1, 0, float(i), "")
+                        for i, text in enumerate((prompt(), changed), 1)]
+                asks[1] = asks[1]._replace(reused=common_prefix(asks[0].tokens,
+                                                                asks[1].tokens))
+                with self.subTest(name, place=place):
+                    d = toki.diagnose(asks[1], asks[:1], read)
+                    self.assertEqual(d.section, place, d)
+                    self.assertEqual(d.kind, "replay" if "assist" in place else "edited")
+
+    def test_json_in_a_message_is_no_tool(self):
+        _, _, c = self.stage()
+        package = '{"name": "left-pad", "version": "1.0", "note": "%s"}\n' + say(7, 90)
+        w = self.why_of(c, *(self.body(package % word, tools=self.tools())
+                             for word in ("old words", "fresh words")))
+        self.tells(w, "edited", "message 1 (user)", "fresh", "old")
+
+    def test_a_long_history_is_searched_in_a_moment(self):
+        "A diagnosis shares the interpreter with the asks that toki serves meanwhile."
+        rnd = random.Random(1)
+
+        def past(n):
+            return toki.Ask(n, array.array("I", (rnd.randrange(50_000) for _ in range(20_000))),
+                            (), 1, 0, float(n), "")
+        asks = [past(n) for n in range(1, 101)]
+        mine = asks[89]._replace(ask=200, tokens=array.array("I", [7]) + asks[89].tokens)
+        began = time.process_time()
+        d = toki.diagnose(mine, asks, lambda ids: " ".join(map(str, ids)))
+        self.assertLess(time.process_time() - began, 2.0)
+        self.assertEqual((d.like, d.at), (90, 0))
+
+
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
-    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,), "EMBED": (Embed,),
+    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
+    "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
     "WIRE": (Wire,), "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
     "EDGES": (EdgesRoom,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
-    "LEDGER": (LedgerRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom), "KEEPER": (KeeperRoom,), "HTTP": (Http,),
+    "LEDGER": (LedgerRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
+    "KEEPER": (KeeperRoom,), "HTTP": (Http,),
     "GATEWAY": (GatewayRoom,), "INSTALL": (Install,), "STACK": (Stack,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,

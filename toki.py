@@ -721,37 +721,115 @@ def nearest(vector: Sequence[float], known: Iterable[Candidate]) -> Optional[tup
 
 # ---- how do two replies differ? ---------------------------------------------------
 DIVERGENCES = ("identical", "whitespace", "restore-noise", "substantive")
-_SAME_HASH, _SAME_ENGINE = 0.62, 0.90    # cosines from which two texts say the same
-_REVERSING = frozenset("not no never none cannot without neither nor false except "
-                       "unless fail failed".split())
+_SAME_HASH, _SAME_ENGINE = 0.60, 0.90    # cosines from which two texts say the same
+# Scripts without blanks between words count by the character.
+_WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+")
+_FIGURE = re.compile(r"(?<![\w.])-?\d+(?:[.:]\d+)*")
+_COUNTS = dict(zip("two three four five six seven eight nine ten eleven twelve".split(),
+                   map(str, range(2, 13))))
+# A name, or the unit of a figure.
+_NAME = re.compile(r"(?<=[\w,;] )[A-Z][\w-]+|(?<=\d )(?:[kmgtKMGT]i?[bB]|[mn]s)\b")
+# What makes a word code: snake_case, camelCase, a.dotted.name, call(x), --flag, /path,
+# a1b2, n < limit.  Of fixed width, so that long texts cost no more than their length.
+_CODE = re.compile(r"[^\W_]_\w|[a-z][A-Z]|\w\w\.[A-Za-z]\w|\w\((?!s\))|\A--?[a-z]|"
+                   r"\A/\w|[A-Za-z]\d|\A(?:[<>]=?|[=!]=)\Z")
+_NEGATIONS = frozenset("not no never none nothing nobody without neither nor unless "
+                       "except".split())
+_ENDING = re.compile(r"(?<=\w\w\w)(?:ing|ed|es|(?<!s)s|e|d)\Z")
+_OPPOSITES = [tuple(_ENDING.sub("", word) for word in pair.split("/")) for pair in (
+    "yes/no true/false all/none all/some before/after above/below up/down on/off "
+    "more/less more/fewer left/right first/last high/low faster/slower best/worst "
+    "larger/smaller old/new public/private local/remote optional/required "
+    "minimum/maximum ascending/descending increase/decrease enable/disable allow/deny "
+    "allow/forbid accept/reject pass/fail succeeds/fail start/stop open/close "
+    "add/remove create/delete read/write include/exclude encode/decode "
+    "positive/negative").split()]
+_UNDONE = re.compile(r"(?:un|in|im|ir|il|dis|non)-?(\w{4,})")
+_PLAIN = tuple((re.compile(pattern, re.M), plain) for pattern, plain in (
+    ("\u2019", "'"), ("n't", " not"), (r"\bcannot\b", "can not"),
+    (r"^[ \t]*(?:\d+[.)]|[-*+])[ \t]+", ""),              # the marks of a list
+    (r"(?<=\d),(?=\d{3}\b)", ""), (r"(?<=\d)(?=[A-Za-z]{1,3}\b)", " ")))
 
 
 def embed_text(text: str) -> list:
-    "Vector of a text by its words, lower case: same on every platform and hash seed."
-    words = re.findall(r"\w+", text.lower())
-    return embed_tokens(array("I", [zlib.crc32(w.encode()) for w in words]))
+    "Vector of a text by its words and their parts: equal on every platform."
+    counts = [0] * _DIM
+    for word in set(_WORD.findall(text.lower())):
+        for i in range(-1, len(word)):   # the word, then three letters at a time
+            piece = word if i < 0 else f" {word} "[i:i + 3]
+            h = zlib.crc32(piece.encode("utf-8", "surrogatepass"))
+            counts[h >> 24] += 1 if h & 0x800000 else -1
+    return counts
 
 
-def _claims(text: str) -> tuple:
-    "What must not change for a text to say the same: figures, names, negations."
-    low = text.lower().replace("n't", " not")
-    return (sorted(re.findall(r"\d+(?:[.,:]\d+)*", low)),
-            sorted(w for w in re.findall(r"[a-z]+", low) if w in _REVERSING),
-            sorted(re.findall(r"`([^`]+)`", text)))
+class _Claims(NamedTuple):
+    "What must not change for a text to say the same."
+    words: list
+    facts: set               # figures and names
+    held: set                # all words and figures, to look facts up in
+    code: list
+    solid: str               # the text without blanks, to look code up in
+    stems: list
+    negations: int
+
+    @classmethod
+    def of(cls, text: str) -> "_Claims":
+        for pattern, plain in _PLAIN:
+            text = pattern.sub(plain, text)
+        words = _WORD.findall(text.lower())
+        figures = set(_FIGURE.findall(text))
+        counts = {_COUNTS[w] for w in words if w in _COUNTS}
+        names = {name.lower() for name in _NAME.findall(text)}
+        marked = re.findall(r"```\w*\n(.*?)```|`([^`]+)`", text, re.S)
+        chunks = [chunk.strip("\"'`*()[]{}.,;:!?") for chunk in text.split()]
+        code = ["".join(pair) for pair in marked] + list(filter(_CODE.search, chunks))
+        # "the two files" are "both files" as well: 2 need not come again.
+        return cls(words, figures | counts - {"2"} | names,
+                   figures | counts | set(words), ["".join(c.split()) for c in code],
+                   "".join(text.split()), [_ENDING.sub("", w) for w in words],
+                   sum(w in _NEGATIONS for w in words))
+
+    def covers(self, other: "_Claims") -> bool:
+        "Are the facts, the code and the end of the other one here too?"
+        end, stems = other.stems[-max(1, len(other.stems) // 4):], set(self.stems)
+        short = len(self.words) < min(0.8 * len(other.words), len(other.words) - 2)
+        return other.facts <= self.held and all(c in self.solid for c in other.code) \
+            and not (short and sum(w in stems for w in end) < 0.6 * len(end))
+
+    def opposes(self, other: "_Claims") -> bool:
+        "Does it say the opposite by a word that the other one lacks?"
+        mine = set(self.stems).difference(other.stems)
+        theirs = set(other.stems).difference(self.stems)
+        undone = {m.group(1) for m in map(_UNDONE.fullmatch, mine) if m}
+        return bool(undone & theirs) or any(
+            p in mine and q in theirs or q in mine and p in theirs
+            for p, q in _OPPOSITES)
+
+
+def _contradict(a: str, b: str) -> bool:
+    "Do two texts differ in what must not change, whatever their words?"
+    with contextlib.suppress(ValueError, RecursionError):    # calls, structured output
+        x, y = json.loads(a), json.loads(b)
+        if isinstance(x, (dict, list)):
+            return bool(x != y)
+    p, q = _Claims.of(a), _Claims.of(b)
+    return p.negations != q.negations or p.opposes(q) or q.opposes(p) \
+        or not (p.covers(q) and q.covers(p))
 
 
 def divergence(a: str, b: str, vectors: Optional[tuple] = None) -> str:
     """How two replies to one prompt differ, one of DIVERGENCES.
 
     restore-noise: other words for the same, as any change of batch shapes brings;
-    substantive: other figures, names in code marks or negations, or another text.
-    `vectors` are the embeddings of an engine; without them words are hashed.
+    substantive: other figures, names, code or negations, a missing end, the opposite,
+    or another text.  `vectors` are the embeddings of an engine; without them words are
+    hashed.
     """
     if a == b:
         return "identical"
     if "".join(a.split()) == "".join(b.split()):
         return "whitespace"
-    if not a.strip() or not b.strip() or _claims(a) != _claims(b):
+    if not a.strip() or not b.strip() or _contradict(a, b):
         return "substantive"
     near = cosine(*vectors) >= _SAME_ENGINE if vectors else \
         cosine(embed_text(a), embed_text(b)) >= _SAME_HASH
@@ -1791,7 +1869,7 @@ _GAMBLE_LIMIT = 0.2          # cut a document's old question while it loses less
 _WAIT_MS = 30_000            # never wait longer than this for a better slot
 _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
 _DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
-_HEADER = 8                  # tokens that open a message, about
+_OPENING = 8                 # tokens that open a message, about
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
 P_CRASH = 0.01              # chance that an engine is gone before the next turn
 _LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
@@ -2108,7 +2186,7 @@ def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
         return ()
     wanted = [prompt.users[0]] if prompt.users else []
     if wanted and not must_extend(ability):      # the header of the message is shared
-        wanted = [min(wanted[0] + _HEADER, len(prompt.tokens) - 1)]
+        wanted = [min(wanted[0] + _OPENING, len(prompt.tokens) - 1)]
     if must_extend(ability) and all(abs(branch - end) > BLOCK // 2 for end in (
             *wanted, prompt.ahead, *prompt.starts[-1:])):
         wanted.append(branch)
@@ -2237,15 +2315,22 @@ def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
 
 # ============================================================================
 # 10. WHY - why were these tokens computed, though something like them was known?
-#    uses: TOKENS, EMBED.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the
-#    text of tokens comes from a callable.
+#    uses: TOKENS.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the text of
+#    tokens comes from a callable.
+#
+#    The ask is compared with the earlier one that had most of its tokens, wherever
+#    they stood.  What was lost in front of the first difference was out of reach (slot,
+#    engine); what was lost behind it fell to the text, and how the two go on alike
+#    behind their difference tells what the client did.
 # ============================================================================
-_NEAR_ENOUGH = 0.2           # share of a prompt's pieces that a relative must hold
-_SHINGLE = 8                 # tokens in a piece that is looked for elsewhere
-_AROUND = 240                # tokens of text that are looked at behind a difference
+_LATEST = 32                 # so many asks back a relative is looked for
+_NEAR_ENOUGH = 0.2           # share of a prompt that a relative must hold
+_RUN = 16                    # equal tokens that are no coincidence
+_SMALL = 64                  # tokens of a value in a fixed frame: an id, a date
+_AROUND = 240                # tokens of text that are shown behind a difference
 
 REMEDIES = {
-    "none": "nothing was lost",
+    "none": "nothing was lost: what was known was reused",
     "new": "nothing like it was known: the first ask of a context pays for it",
     "raw": "asked for: mode raw reuses nothing",
     "nonce": "the client puts a new id there each time: move it behind the history, "
@@ -2253,17 +2338,25 @@ REMEDIES = {
     "date": "a date or time stands in the head: move it behind the history, or round "
             "it to the day",
     "tool order": "the tools came in another order: sort them in the client",
+    "tools changed": "a tool came, went or is described in other words: keep the tools "
+                     "as they are for a whole conversation (none loaded later)",
     "moved reminder": "the client moved a block of text that it had sent elsewhere "
                       "before: append reminders, do not move them",
-    "replay": "the client sent a changed copy of an earlier reply (reasoning dropped, "
-              "arguments re-serialized...): send it back as it came",
+    "edited": "the client changed, inserted or removed text in the middle of what it "
+              "had sent before: append instead",
+    "replay": "an earlier reply came back changed (reasoning dropped by client or "
+              "template, arguments re-serialized...): send it back as it came",
     "token boundary": "same text, other tokens: the text was cut at another place",
     "compaction": "the client shortened its history; the new one is kept from now on",
     "evicted": "its slot was given to another ask and nothing had been saved: more "
                "--slots, or a larger shelf",
-    "restart": "the engine was restarted and nothing of it was on the shelf: keep the "
-               "shelf on",
+    "kept": "the slot that holds it keeps another conversation: the shelf would copy "
+            "the beginning that they share",
+    "restart": "engine or toki were restarted and nothing of it was on the shelf: keep "
+               "the shelf on",
     "busy": "the slot that holds it was working, and waiting would have cost more",
+    "unpinned": "the engine chose the slot itself, because it clears idle slots or is "
+                "shared with others: see `toki doctor`",
     "engine limit": "this model's memory cannot be rewound to that place: heads and "
                     "turns on the shelf serve whole beginnings only",
 }
@@ -2271,9 +2364,9 @@ REMEDIES = {
 
 class Ask(NamedTuple):
     "One ask of the history, as far as a diagnosis needs it."
-    ask: int
-    tokens: Tokens
-    starts: Sequence[int]    # token index of each message
+    ask: int                 # below 0: of an earlier run of toki
+    tokens: Tokens           # empty when they are not known
+    starts: Sequence[int]    # token index of each control token
     life: int
     slot: Optional[int]
     at: float                # wall clock, end of the ask
@@ -2288,51 +2381,16 @@ class Diagnosis(NamedTuple):
     "Why an ask computed what it did."
     kind: str                # a key of REMEDIES
     like: int                # the ask it is compared with, 0: none
-    at: int                  # first differing token
+    at: int                  # first token that differs or was out of reach
     section: str             # "system", "tool 2 (read_file)", "message 3 (user)"...
     lost: int                # tokens computed though the other ask had them (~)
-    mine: str                # text from the difference on
+    mine: str                # text from the word on that differs
     theirs: str
     by: int = 0              # the ask that took the slot
 
     @property
     def remedy(self) -> str:
         return REMEDIES[self.kind]
-
-
-def _pieces(tokens: Tokens) -> set:
-    return {tokens[i:i + _SHINGLE].tobytes() for i in range(0, len(tokens) - _SHINGLE
-                                                            + 1)}
-
-
-def _known_again(mine: Tokens, theirs: Tokens, start: int) -> int:
-    "Tokens of `mine` from `start` on that also stand in `theirs`, in whole pieces."
-    known, n, i = _pieces(theirs), 0, start
-    while i + _SHINGLE <= len(mine):
-        if mine[i:i + _SHINGLE].tobytes() in known:
-            n, i = n + _SHINGLE, i + _SHINGLE
-        else:
-            i += 1
-    return n
-
-
-def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
-    "(the earlier ask to compare with or None, tokens in common from the start)."
-    found = [(common_prefix(ask.tokens, p.tokens), p.ask, p) for p in past]
-    if not found:
-        return None, 0
-    common, _, best = max(found, key=lambda f: f[:2])
-    if 2 * common >= min(len(ask.tokens), len(best.tokens)):
-        return best, common
-    vector = embed_tokens(ask.tokens)    # what is nearest, though it starts otherwise?
-    near = nearest(vector, [Candidate(p, len(p.tokens), ask.ask - p.ask,
-                                      embed_tokens(p.tokens)) for p in past])
-    if near is not None:
-        other = near[0].name
-        share = _known_again(ask.tokens, other.tokens, 0) / max(1, len(ask.tokens))
-        if share >= _NEAR_ENOUGH:
-            return other, common_prefix(ask.tokens, other.tokens)
-    return (best, common) if common >= BLOCK else (None, common)
 
 
 def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
@@ -2342,129 +2400,253 @@ def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
     `past`: earlier asks, any order; `text` turns tokens into text; `kind` is the
     engine's memory kind.
     """
-    n = len(ask.tokens)
     if ask.mode == "raw":
         return Diagnosis("raw", 0, 0, "", 0, "", "")
-    other, common = _relative(ask, [p for p in past if p.ask < ask.ask])
+    read, n = _remembering(text), len(ask.tokens)
+    past = [p for p in past if p.ask < ask.ask]
+    other, common = _relative(ask, past)
     if other is None:
-        return Diagnosis("new", 0, common, _section(ask, common, text), 0, "", "")
-    replay = _replayed(ask, other, common)
-    if common - ask.reused >= BLOCK:     # it was known, but not where it was wanted
-        cause, by = _out_of_reach(ask, other, past, kind)
-        return Diagnosis(cause, other.ask, common, _section(ask, ask.reused, text),
-                         min(common, n - 1) - ask.reused, "", "", by)
-    mine = text(ask.tokens[common:common + _AROUND])
-    theirs = text(other.tokens[common:common + _AROUND])
-    lost = _known_again(ask.tokens, other.tokens, common)
-    if replay:
-        cause, lost = "replay", max(lost, min(other.generated, n - common))
-    elif common >= len(other.tokens) - BLOCK // 4 or n - common <= BLOCK // 4:
-        cause, lost = "none", 0          # it goes on where the other ended
-    else:
-        cause = _textual(ask, other, common, mine, theirs, lost, text)
-    return Diagnosis(cause, other.ask, common, _section(ask, common, text),
-                     0 if cause in ("new", "none") else lost, mine[:200], theirs[:200])
+        return Diagnosis("new", 0, common, _section(ask, common, read), 0, "", "")
+    before = max(0, min(common, n - 1) - ask.reused)
+    behind = _known_again(ask.tokens, other.tokens, max(common, ask.reused))
+    unused = _reply_unused(ask, other, common)
+    cause = _textual(ask, other, common, behind, bool(unused), read)
+    if before >= BLOCK:
+        reach, by = _out_of_reach(ask, other, past, common, kind)
+        # As it was before, the text would have gone on in its slot: that comes first.
+        text_first = before < behind or reach in ("kept", "engine limit")
+        if cause == "none" or not text_first:
+            return Diagnosis(reach, other.ask, ask.reused, _section(
+                ask, ask.reused, read), before + behind, "", "", by)
+    lost = 0 if cause == "none" else before + max(behind, unused)
+    return Diagnosis(cause, other.ask, common, _section(ask, common, read), lost,
+                     *_sides(ask, other, common, read))
 
 
-def _replayed(ask: Ask, other: Ask, common: int) -> bool:
-    "Does it extend the other's prompt, without the reply that was given to it?"
-    goes_on = common >= len(other.tokens) - BLOCK // 4 and \
-        len(ask.tokens) - common > other.generated
-    kept = ask.reused - len(other.tokens)
-    return goes_on and other.generated >= BLOCK and kept < other.generated // 2 \
-        and ask.slot == other.slot and ask.reused >= common - BLOCK
+def _remembering(text: Callable[[Tokens], str]) -> Callable[[Tokens], str]:
+    "The same, asked once for each piece."
+    known: dict = {}
+
+    def read(tokens: Tokens) -> str:
+        key = tokens.tobytes()
+        if key not in known:
+            known[key] = text(tokens) if tokens else ""
+        return known[key]
+    return read
 
 
-def _out_of_reach(ask: Ask, other: Ask, past: Sequence[Ask], kind: str) -> tuple:
-    "(cause, ask that took the slot) for tokens that had been computed once."
+# ---- which earlier ask? -----------------------------------------------------------
+def _runs(tokens: Tokens, start: int = 0) -> dict:
+    "Each run of tokens from `start` on -> where it stands first."
+    raw, width = tokens.tobytes(), tokens.itemsize
+    return {raw[i * width:(i + _RUN) * width]: i
+            for i in range(len(tokens) - _RUN, start - 1, -1)}
+
+
+def _known_again(mine: Tokens, theirs: Tokens, start: int) -> int:
+    "Tokens of `mine` from `start` on that also stand in `theirs`, in runs."
+    where, n, i = _runs(theirs), 0, start
+    while i + _RUN <= len(mine):
+        j = where.get(mine[i:i + _RUN].tobytes())
+        same = 0 if j is None else common_prefix(mine[i:], theirs[j:])
+        n, i = n + same, i + max(same, 1)
+    return n
+
+
+def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
+    """(the earlier ask that had most of this one's tokens, those in common from the
+    start); (None, ...) when none had much.
+
+    About equal ones: of the same conversation, with the longer beginning, the later.
+    """
+    found = sorted((p.ask, common_prefix(ask.tokens, p.tokens), p) for p in past
+                   if p.tokens)
+    longest = sorted(found, key=lambda f: f[1])[-_LATEST // 4:]
+    mine, rated = _runs(ask.tokens).keys(), {}
+    for number, common, p in found[-_LATEST:] + longest:
+        if number not in rated:
+            shared = max(common, len(mine & _runs(p.tokens).keys()))
+            own = BLOCK if p.conversation == ask.conversation else 0
+            rated[number] = ((shared + own) // BLOCK, common, number, shared, p)
+    if not rated:
+        return None, 0
+    _, common, _, shared, best = max(rated.values(), key=lambda r: r[:3])
+    if common < BLOCK and shared < _NEAR_ENOUGH * len(ask.tokens):
+        return None, common
+    return best, common
+
+
+# ---- known, but not where it was wanted -------------------------------------------
+def _out_of_reach(ask: Ask, other: Ask, past: Sequence[Ask], common: int,
+                  kind: str) -> tuple:
+    "(cause, ask that took the slot) for a beginning that had been computed once."
     if ask.life != other.life:
         return "restart", 0
-    later = sorted((p for p in past if other.ask < p.ask < ask.ask
-                    and p.slot == other.slot and p.life == other.life),
-                   key=lambda p: p.ask)
+    if ask.slot is None or other.slot is None:
+        return "unpinned", 0
+    later = sorted((p for p in past if p.ask > other.ask and p.slot == other.slot
+                    and p.life == other.life), key=lambda p: p.ask)
     for p in later:
-        if common_prefix(p.tokens, other.tokens) < len(other.tokens) - BLOCK:
+        if common_prefix(p.tokens, ask.tokens) < common - BLOCK:
             return "evicted", p.ask
-    if other.at > ask.began > 0:
+    if any(p.at > ask.began > 0 for p in [other, *later]):
         return "busy", 0
-    return ("engine limit" if kind != "rewindable" else "busy"), 0
+    spared = kind == "rewindable" and ask.slot != other.slot
+    return ("kept" if spared else "engine limit"), 0
 
 
+def _reply_unused(ask: Ask, other: Ask, common: int) -> int:
+    """Tokens of the reply to `other` that were computed again: the ask goes on from
+    that prompt, in its slot, but not from that reply.  0 when that is hardly a loss."""
+    kept = max(0, ask.reused - len(other.tokens))
+    goes_on = common >= len(other.tokens) - _SMALL \
+        and len(ask.tokens) - common > other.generated
+    there = (ask.slot, ask.life) == (other.slot, other.life) \
+        and ask.reused >= common - BLOCK
+    lost = other.generated - kept
+    return lost if goes_on and there and lost > max(BLOCK, other.generated) // 2 else 0
+
+
+# ---- other text -------------------------------------------------------------------
+_MONTH = (r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|"
+          r"aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b")
 _DATE = re.compile(
-    r"\d{4}-\d{2}-\d{2}|\d{1,2}:\d{2}(:\d{2})?|\d{1,2}[./]\d{1,2}[./]\d{2,4}|"
-    r"\b(mon|tues|wednes|thurs|fri|satur|sun)day\b|\b(jan|feb|mar|apr|may|jun|jul|aug|"
-    r"sep|oct|nov|dec)[a-z]*\.? \d{1,2}|\d{1,2} (jan|feb|mar|apr|may|jun|jul|aug|sep|"
-    r"oct|nov|dec)", re.I)
-_NONCE = re.compile(r"^[\"'=:({\[]*(?=[^\s]*\d)[0-9A-Za-z_+/=-]{4,}[\"'.,;)}\]]*$")
+    r"\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?|"
+    r"\b\d{1,2}(?:\.\d{1,2}\.\d{4}|/\d{1,2}/\d{2,4})\b|"
+    r"(?<![\w:.])\d{1,2}:\d{2}(?::\d{2})?(?![\w:])|"
+    r"\b(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b|"
+    rf"\b{_MONTH}\.? +\d{{1,2}}|\b\d{{1,2}}\.? {_MONTH}", re.I)
+_ID = re.compile(r"(?=\S*\d)(?=\S*[a-z])\S{4}|\S*\d{5}", re.I)
+_RUN_OF_ID = r"[\w.+/-]*"
 
 
-def _textual(ask: Ask, other: Ask, common: int, mine: str, theirs: str, lost: int,
-             text: Callable[[Tokens], str]) -> str:
-    "The class of a difference in the text itself."
-    if mine[:40] == theirs[:40] and mine:
-        return "token boundary"
-    before = text(ask.tokens[max(0, common - 24):common])
-    tail = re.search(r"\S*$", before).group()
-    words = [(tail + side).split()[:6] for side in (mine, theirs)]
-    if len(ask.tokens) < 0.6 * len(other.tokens) and lost < len(ask.tokens) // 2 \
-            and ask.conversation == other.conversation:
+def _sides(ask: Ask, other: Ask, common: int, read: Callable[[Tokens], str]) -> list:
+    "The text behind a difference on both sides, with the start of its word."
+    before = read(ask.tokens[max(0, common - 24):common])
+    word = re.search(r"\S{0,40}\Z", before).group()
+    after = [read(a.tokens[common:common + _AROUND]) for a in (ask, other)]
+    return [(word + side)[:200] if side else "" for side in after]
+
+
+def _textual(ask: Ask, other: Ask, common: int, behind: int,
+             unused: bool, read: Callable[[Tokens], str]) -> str:
+    """The class of a difference in the text; `behind` of the tokens after it are known,
+    `unused`: a reply was lost with it."""
+    n, m = len(ask.tokens), len(other.tokens)
+    first, number, _ = _place(ask, common, read)
+    replay = all(_place(a, common, read)[2] == "assistant" for a in (ask, other))
+    ended = common >= (other.starts[-1] if other.starts else m - BLOCK // 4)
+    if n - max(common, ask.reused) <= BLOCK // 4 or ended and not unused:
+        return "none"                    # it goes on where the other ended
+    if number <= 1 and n < 0.6 * m and ask.conversation == other.conversation:
         return "compaction"
-    near = [(before + side)[max(0, len(before) - 40):len(before) + 24]
-            for side in (mine, theirs)]
-    if all(_spans(_DATE, side, min(len(before), 40)) for side in near):
-        return "date"
-    if all(w and _NONCE.match(w[0]) for w in words) and lost:
-        return "nonce"
-    if lost >= BLOCK // 2:
-        names = [re.findall(r'"name":\s*"([^"]+)"', text(side)) for side in (
-            ask.tokens, other.tokens)]
-        if names[0] != names[1] and sorted(names[0]) == sorted(names[1]) \
-                and len(names[0]) > 1:
-            return "tool order"
-        if _role(ask, common, text) == "assistant":
-            return "replay"
-        return "moved reminder" if _moved(ask, other, common) else "new"
-    if _role(ask, common, text) == "assistant":
+    if ended or behind < _RUN:
+        return "none" if not unused else "replay" if replay else "edited"
+    mine, theirs = (read(a.tokens[common:common + _AROUND]) for a in (ask, other))
+    if mine[:40] == theirs[:40]:
+        return "token boundary"
+    i, j = _resume(ask.tokens, other.tokens, common)
+    gaps = ask.tokens[common:i], other.tokens[common:j]
+    tools = _section(ask, common, read).startswith("tool ") or number <= 1 and any(
+        _TOOL.search(read(gap)) for gap in gaps)
+    names = [_tool_names(a, read) for a in (ask, other)]
+    if tools and names[0] != names[1]:
+        return "tool order" if sorted(names[0]) == sorted(names[1]) else "tools changed"
+    turns = [sum(role == "assistant" and first <= start < end for start, _, role
+                 in _messages(a, read)) for a, end in ((ask, i), (other, j))]
+    if i < n and turns[0] > turns[1] or _elsewhere(gaps[0], other.tokens[common:]) \
+            or _elsewhere(gaps[1], ask.tokens[common:]):
+        return "moved reminder"          # elsewhere, or still last behind a new turn
+    if i < n and turns[0] < turns[1]:
+        return "compaction"
+    if replay:
         return "replay"
-    return "new"
+    if max(map(len, gaps)) <= _SMALL:
+        value = _value(read(ask.tokens[max(0, common - 24):common]), mine, theirs)
+        if value:
+            return value
+    if tools:
+        return "tools changed"
+    return "edited" if 4 * behind >= n - common else "none"
 
 
-def _spans(pattern: Any, text: str, at: int) -> bool:
-    "Does a match of the pattern cover the place of the difference, or touch it?"
-    return any(m.start() <= at + 1 and m.end() >= at - 1
-               for m in pattern.finditer(text))
+def _resume(mine: Tokens, theirs: Tokens, at: int) -> tuple:
+    "Where two prompts go on alike behind their difference: (in mine, in theirs)."
+    where = _runs(theirs, at)
+    for i in range(at, len(mine) - _RUN + 1):
+        j = where.get(mine[i:i + _RUN].tobytes())
+        if j is not None:
+            return i, j
+    return len(mine), len(theirs)
 
 
-def _moved(ask: Ask, other: Ask, common: int) -> bool:
-    "Does what stands at the difference on one side stand elsewhere on the other?"
-    for a, b in ((ask.tokens, other.tokens), (other.tokens, ask.tokens)):
-        piece = a[common:common + _SHINGLE]
-        if len(piece) == _SHINGLE and piece.tobytes() in _pieces(b):
-            return True
-    return False
+def _elsewhere(block: Tokens, tokens: Tokens) -> bool:
+    "Does a block stand among these tokens, at least half of it?"
+    return len(block) >= _RUN and 2 * _known_again(block, tokens, 0) >= len(block)
 
 
-def _role(ask: Ask, at: int, text: Callable[[Tokens], str]) -> str:
-    "The role of the message in which a token lies, '' in front of all."
-    k = bisect.bisect_right(list(ask.starts), at) - 1
-    if k < 0:
-        return ""
-    head = text(ask.tokens[ask.starts[k]:ask.starts[k] + 8])
-    found = re.search(r"system|developer|user|assistant|model|tool", head)
-    return {"model": "assistant", "developer": "system"}.get(
-        found.group(), found.group()) if found else ""
+def _value(before: str, mine: str, theirs: str) -> str:
+    "'date' or 'nonce' when both sides have one where they differ, else ''."
+    same = next((k for k, (a, b) in enumerate(zip(mine, theirs)) if a != b), 0)
+    before, mine, theirs = (before + mine[:same])[-40:], mine[same:], theirs[same:]
+    if all(any(m.start() <= len(before) + 1 and m.end() >= len(before) - 1
+               for m in _DATE.finditer(before + side[:24])) for side in (mine, theirs)):
+        return "date"
+    start = re.search(_RUN_OF_ID + r"\Z", before).group()
+    ids = [start + re.match(_RUN_OF_ID, side).group() for side in (mine, theirs)]
+    return "nonce" if all(map(_ID.match, ids)) else ""
 
 
-def _section(ask: Ask, at: int, text: Callable[[Tokens], str]) -> str:
+# ---- where in the prompt? ---------------------------------------------------------
+# The header of a message: <|im_start|>user, <start_of_turn>model, <|user|>, [INST],
+# <|start_header_id|>user<|end_header_id|>, <|start|>assistant<|channel|>...
+_HEADER = re.compile(
+    r"[<\[][|\uff5c]?(?!end)(?:[a-z_]*(?:start|turn|role|header)[a-z_]*\|?>)?"
+    r"(system(?:_prompt)?|developer|user|assistant|model|tool|ipython|/?inst)"
+    r"(?![a-z_])", re.I)
+_ROLES = {"system_prompt": "system", "developer": "system", "model": "assistant",
+          "ipython": "tool", "inst": "user", "/inst": "assistant"}
+_TOOL = re.compile(r'(?:\{\s*(?:"type":\s*"function",\s*)?"function":\s*)?'
+                   r'\{\s*"name":\s*"([^"]+)"|<name>([^<]+)</name>|\btype (\w+) = \(')
+
+
+def _messages(ask: Ask, read: Callable[[Tokens], str]) -> list:
+    """[(first token, number, role)]: the system messages in front are 0, those behind
+    count from 1.  Control tokens that head no message are left out."""
+    out: list = []
+    for start in ask.starts:
+        found = _HEADER.match(read(ask.tokens[start:start + 5]))
+        if found:
+            role = _ROLES.get(found.group(1).lower(), found.group(1).lower())
+            last = out[-1][1] if out else 0
+            out.append((start, 0 if role == "system" and not last else last + 1, role))
+    return out
+
+
+def _place(ask: Ask, at: int, read: Callable[[Tokens], str]) -> tuple:
+    "(first token, number, role) of the message in which a token lies."
+    found = [m for m in _messages(ask, read) if m[0] <= at]
+    return found[-1] if found else (0, 0, "")
+
+
+def _tool_names(ask: Ask, read: Callable[[Tokens], str]) -> list:
+    "Names of the tools in the head of a prompt, in order."
+    end = next((start for start, k, _ in _messages(ask, read) if k == 2), None)
+    return ["".join(found) for found in _TOOL.findall(read(ask.tokens[:end]))]
+
+
+def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
     "Where a token lies, in words."
-    k = bisect.bisect_right(list(ask.starts), at) - 1
-    if k < 0:
-        return "template" if ask.starts else "text"
-    role = _role(ask, at, text)
-    tools = re.findall(r'"name":\s*"([^"]+)"', text(ask.tokens[ask.starts[k]:at + 1]))
-    if tools and role in ("system", "user", ""):
-        return f"tool {len(tools)} ({tools[-1]})"
-    return "system" if role == "system" else f"message {k} ({role or 'unknown'})"
+    start, number, role = _place(ask, at, read)
+    if not role:                         # some templates give the system text no header
+        return "system" if _messages(ask, read) else "text"
+    offset = len(read(ask.tokens[start:at]))
+    text = read(ask.tokens[start:at + _SMALL])
+    tools = [m for m in _TOOL.finditer(text) if m.start() <= offset
+             and (not number or "function" in m.group())] if number <= 1 else []
+    if tools and not re.search(r"\n\n|</", text[tools[-1].end():offset]):
+        return f"tool {len(tools)} ({''.join(filter(None, tools[-1].groups()))})"
+    return f"message {number} ({role})" if number else "system"
 
 
 # ============================================================================
@@ -4078,31 +4260,41 @@ class Ledger:
 
     # ---- reading, from any thread -------------------------------------------
     def history(self, run: str, ask: int, most: int = 400) -> list:
-        """The `Ask` records of this run up to `ask`, newest first; [] without any.
+        """The `Ask` records up to `ask` of this run, newest first; [] without any.
 
-        Raises TokiError when the ledger cannot be read.
+        Asks whose tokens are not known (cancelled, with pictures) come without; those
+        of earlier runs, numbered below 0, only where they begin like this one.  Raises
+        TokiError when the ledger cannot be read.
         """
         self.flush()
         try:
             db = self.edges.disk.database(self.path)
             with contextlib.closing(db):
                 rows = db.execute(
-                    "SELECT t.ask, packed, starts, life, slot, at, conversation, "
-                    "reused_tokens, generated_tokens, mode, total_ms FROM tokens t "
-                    "JOIN asks a ON a.run = t.run AND a.ask = t.ask WHERE t.run = ? "
-                    "AND t.ask <= ? ORDER BY t.ask DESC LIMIT ?", (run, ask, most)
-                ).fetchall()
+                    "SELECT a.run = ?1, a.ask, packed, starts, life, slot, at, "
+                    "conversation, reused_tokens, generated_tokens, mode, total_ms "
+                    "FROM asks a LEFT JOIN tokens t ON t.run = a.run AND t.ask = a.ask "
+                    "WHERE a.run = ?1 AND a.ask <= ?2 OR a.rowid < (SELECT min(rowid) "
+                    "FROM asks WHERE run = ?1) ORDER BY a.rowid DESC LIMIT ?3",
+                    (run, ask, most)).fetchall()
         except (sqlite3.Error, OSError) as error:
             raise TokiError(f"the ledger cannot be read: {error}") from None
-        out = []
-        for ask_id, packed, starts, *rest, total_ms in rows:
-            tokens = array("I")
-            tokens.frombytes(zlib.decompress(packed))
-            life, slot, at, conversation, reused, generated, mode = rest
-            out.append(Ask(ask_id, tokens, json.loads(starts), life, slot, at,
-                           conversation, reused or 0, generated or 0, mode,
-                           at - (total_ms or 0) / 1000))
-        return out
+        out = [self._ask(i, *row) for i, row in enumerate(rows, 1)]
+        mine = next((a.tokens for a in out if a.ask == ask), array("I"))
+        return sorted((a for a in out if a.ask > 0 or common_prefix(
+            a.tokens, mine) >= BLOCK), key=lambda a: -a.ask)
+
+    @staticmethod
+    def _ask(back: int, ours: int, number: int, packed: Optional[bytes],
+             starts: Optional[str], life: int, slot: Optional[int], at: float,
+             conversation: str, reused: Optional[int], generated: Optional[int],
+             mode: str, total_ms: Optional[float]) -> Ask:
+        "A row, `back` rows ago, as WHY sees it."
+        tokens = array("I")
+        tokens.frombytes(zlib.decompress(packed) if packed else b"")
+        return Ask(number if ours else -back, tokens, json.loads(starts or "[]"),
+                   life if ours else -1, slot, at, conversation, reused or 0,
+                   generated or 0, mode, at - (total_ms or 0) / 1000)
 
     def forget(self) -> None:
         "Purge the token ids (the rows of figures stay)."
@@ -5952,6 +6144,9 @@ class Keeper:
             raise Missing(f"ask {ask} is not in the history",
                           f"the latest one is {self.asks}")
         mine, info = known[0], self.engine.info
+        if not mine.tokens:
+            raise Missing(f"the tokens of ask {ask} are not known",
+                          "it was not answered, had pictures, or was forgotten")
         d = diagnose(mine, known[1:], self._text, info.kind if info else "rewindable")
         rate = self.book.rates.prefill_ms
         row = next((r for r in self.recent if r["ask"] == ask), {})
@@ -8372,7 +8567,9 @@ def why_text(w: dict) -> str:
              f"{fmt_n(w['prompt_tokens'])} tokens reused",
              f"decided: {w['plan'] or 'unknown'}"]
     if w["like_ask"]:
-        lines.append(f"most like ask {w['like_ask']}, differs from token "
+        like = f"ask {w['like_ask']}" if w["like_ask"] > 0 else "an earlier run's ask"
+        how = "differs" if w["mine"] or w["theirs"] else "computed"
+        lines.append(f"most like {like}, {how} from token "
                      f"{w['first_differing_token']} on, in {w['section']}")
     if w["lost_tokens_estimate"]:
         lines.append(f"lost ~{fmt_n(w['lost_tokens_estimate'])} tokens, "
