@@ -3932,6 +3932,7 @@ class Librarian(Case):
         shelf = toki.Shelf(folder or self.folder(), os.path.join(
             state or self.folder(), "shelf.db"), "0123456789ab", budget, toki.REAL,
             told.append)
+        shelf.IDLE_S = 0.02
         self.addCleanup(shelf.close)
         return shelf, told
 

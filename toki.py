@@ -4167,6 +4167,7 @@ class Ledger:
     def __init__(self, path: str, edges: Edges):
         self.path, self.edges = path, edges
         self._rows: queue.Queue = queue.Queue(maxsize=10_000)
+        self._closing = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="toki-ledger",
                                         daemon=True)
@@ -4179,6 +4180,7 @@ class Ledger:
 
     def close(self) -> None:
         "Write what is left, at most for a few seconds."
+        self._closing.set()
         self._rows.put(None)
         self._thread.join(5)
 
@@ -4225,7 +4227,7 @@ class Ledger:
                 if isinstance(flushed, threading.Event):
                     flushed.set()
             if not done:
-                self.edges.clock.sleep(0.2)      # a batch at a time, not a row
+                self._closing.wait(0.2)          # a batch at a time, not a row
         if db is not None:
             db.close()
 
@@ -4339,6 +4341,7 @@ class Shelf:
     bounds the bytes saved a day (0: no bound).  A folder that toki cannot read (an
     attached engine's) goes without digests, sizes and deltas.
     """
+    IDLE_S = 1.0             # before the librarian tidies up
 
     def __init__(self, folder: str, index: str, namespace: str, budget: int,
                  edges: Edges, tell: Callable[[Any], None], write_limit: int = 0):
@@ -4625,7 +4628,7 @@ class Shelf:
         db = None
         while True:
             try:
-                job, key, value = self._jobs.get(timeout=1.0)
+                job, key, value = self._jobs.get(timeout=self.IDLE_S)
             except queue.Empty:
                 job, key, value = "tidy", 0, None
             try:
@@ -8307,7 +8310,7 @@ class Daemon:
         threading.Thread(target=self.keeper.watch, name="toki-watch",
                          daemon=True).start()
         threading.Thread(target=self.server.serve_forever, name="toki-http",
-                         kwargs={"poll_interval": 0.2}, daemon=True).start()
+                         kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def _audit(self, keeper: Keeper) -> None:
         "Idle work: one certificate for each namespace, and a sample of the outputs."
