@@ -5813,10 +5813,10 @@ class RealAlone(Real):
 # ============================================================================
 # EMBED - how do two replies differ?
 # ============================================================================
-REPORT = ("The service keeps a queue of jobs in memory and writes every finished job to "
-          "disk. When the process restarts it reads the file and continues with the "
-          "jobs that were still open. If the disk is full, new jobs are refused with an "
-          "error.")
+REPORT = ("The service keeps a queue of jobs in memory and writes every finished job "
+          "to disk. When the process restarts it reads the file and continues with the "
+          "jobs that were still open. If the disk is full, new jobs are refused with "
+          "an error.")
 SAME = (("empty", ""), ("one word", "Yes."), ("a paragraph", REPORT),
         ("code", "```\nx = 1\n```"), ("another script", "\u0434\u0430"))
 BLANKS = (
@@ -5879,9 +5879,10 @@ NOISE = (
      "Set max_tokens to 16 and try again."),
     ("the same code", "Here is the loop:\n```python\nfor x in xs:\n    print(x)\n```",
      "This is the loop:\n```python\nfor x in xs:\n    print(x)\n```"),
-    ("several words", REPORT, REPORT.replace("keeps a queue of jobs", "holds a job queue")
-     .replace("finished job", "completed job").replace("continues", "carries on")
-     .replace("refused", "rejected")),
+    ("several words", REPORT, REPORT.replace("keeps a queue of jobs",
+                                             "holds a job queue").replace(
+        "finished job", "completed job").replace("continues", "carries on").replace(
+        "refused", "rejected")),
     ("a short word more", "Yes, that works.", "Yes, that will work."),
     ("a friendly beginning", "A mutex protects shared data.",
      "Great question! A mutex protects shared data."),
@@ -5889,7 +5890,8 @@ NOISE = (
      '{"arguments":{"all":true},"name":"ls"}'),
     ("another language", "Die Antwort lautet 4, weil 2 plus 2 gleich 4 ist.",
      "Die Antwort ist 4, denn 2 plus 2 ist gleich 4."),
-    ("no blanks between words", "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
+    ("no blanks between words",
+     "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
      "\u5df4\u9ece\u662f\u6cd5\u56fd\u7684\u9996\u90fd\u3002"),
 )
 SUBSTANCE = (
@@ -5960,7 +5962,8 @@ SUBSTANCE = (
      "The the the the the the the the the the the the"),
     ("another language", "The house is big and stands by the river.",
      "Das Haus ist gross und steht am Fluss."),
-    ("no blanks between words", "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
+    ("no blanks between words",
+     "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
      "\u6211\u4eca\u5929\u65e9\u4e0a\u5403\u4e86\u9762\u5305\u3002"),
 )
 
@@ -5968,7 +5971,8 @@ SUBSTANCE = (
 class Divergence(Case):
     PAIRS = [("identical", name, text, text) for name, text in SAME] + [
         (kind, *pair) for kind, pairs in (
-            ("whitespace", BLANKS), ("restore-noise", NOISE), ("substantive", SUBSTANCE))
+            ("whitespace", BLANKS), ("restore-noise", NOISE),
+            ("substantive", SUBSTANCE))
         for pair in pairs]
 
     def test_every_class_is_recognised_whichever_text_comes_first(self):
@@ -5984,7 +5988,8 @@ class Divergence(Case):
             counts[kind] = counts.get(kind, 0) + 1
         self.assertEqual(set(counts), set(toki.DIVERGENCES))
         text = toki.divergence_text(counts)
-        self.assertTrue(text.startswith(f"{len(self.PAIRS)} outputs compared: identical"))
+        self.assertTrue(text.startswith(
+            f"{len(self.PAIRS)} outputs compared: identical"), text)
         self.assertRegex(text, r"substantive \d+ \(\d+\.\d%\)$")
         self.assertEqual(toki.divergence_text({}), "no outputs compared yet")
 
@@ -6022,7 +6027,7 @@ class Divergence(Case):
         rnd = random.Random(3)
         odd = ["\ud800 lone", "\x00", "```", "`", "{", "[" * 5000, "9" * 5000,
                "a" * 20_000, "-", "((((", "n't", "1,000,", "\u2019"]
-        for _ in range(300):
+        for _ in range(60):
             a, b = rnd.choice(odd), rnd.choice(odd) + rnd.choice(("", " x", "\n1."))
             self.assertIn(toki.divergence(a, b), toki.DIVERGENCES)
 
@@ -6099,11 +6104,12 @@ class WhyRoom(Case):
     # ---- the text differs -------------------------------------------------------
     def texts(self):
         "(name, body before, body now, class, place, text now, text before)"
-        task, body, sys, note = self.task, self.body, self.SYSTEM, self.REMINDER
+        task, body, head, note = self.task, self.body, self.SYSTEM, self.REMINDER
         uuids = "3f2a9c1e-77aa-4b1d-9e0f-1234567890ab", \
             "c81d07e4-10bb-4f6e-8a52-ba0987654321"
-        dated = [f"{sys}\nToday's date: 2026-03-0{n}\n{say('rules', 60)}" for n in (2, 3)]
-        clock = [f"{sys}\nNow: {text}\n{say('rules', 60)}" for text in (
+        dated = [f"{head}\nToday's date: 2026-03-0{n}\n{say('rules', 60)}"
+                 for n in (2, 3)]
+        clock = [f"{head}\nNow: {text}\n{say('rules', 60)}" for text in (
             "Mon Mar  2 14:05:31 UTC 2026", "Tue Mar  3 09:15:00 UTC 2026")]
         stamped = [f"<current_datetime>2026-03-02T14:0{n}:31.118Z</current_datetime>\n"
                    + task(6) for n in (5, 7)]
@@ -6120,11 +6126,12 @@ class WhyRoom(Case):
         thought = "<think>\n" + say(134, 60) + "\n</think>\n\n" + spoken
         return (
             ("a nonce in the billing header", *(body(task(1), system=(
-                f"x-anthropic-billing-header: cc_version=2.1.38.{a}; cc_entrypoint=cli; "
-                f"cch={b};\n{sys}")) for a, b in (("a1b", "0f3a1"), ("f07", "99be2"))),
+                f"x-anthropic-billing-header: cc_version=2.1.38.{a}; "
+                f"cc_entrypoint=cli; cch={b};\n{head}"))
+                for a, b in (("a1b", "0f3a1"), ("f07", "99be2"))),
              "nonce", "system", "f07", "a1b"),
             ("a session id in the system prompt", *(body(task(2), system=(
-                f"{sys}\nSession: {u}\n{say('rules', 80)}")) for u in uuids),
+                f"{head}\nSession: {u}\n{say('rules', 80)}")) for u in uuids),
              "nonce", "system", uuids[1], uuids[0]),
             ("a nonce in the header of a message", *(body(
                 f"[request-id: {u}]\n{task(3)}", "Well, " + say(31, 60), task(32))
@@ -6180,14 +6187,17 @@ class WhyRoom(Case):
              body("In other words: " + task(15), "Well, " + say(151, 40), task(152)),
              "edited", "message 1 (user)", "In other words", "Task:"),
             ("one word edited",
-             body(task(16) + " please " + task(161), "Well, " + say(162, 40), task(163)),
-             body(task(16) + " slowly " + task(161), "Well, " + say(162, 40), task(163)),
+             body(task(16) + " please " + task(161), "Well, " + say(162, 40),
+                  task(163)),
+             body(task(16) + " slowly " + task(161), "Well, " + say(162, 40),
+                  task(163)),
              "edited", "message 1 (user)", "slowly", "please"),
             ("a reply that came back changed",
              body(task(13), spoken + " and " + say(132, 40), task(133)),
              body(task(13), spoken + " or rather " + say(132, 40), task(133)),
              "replay", "message 2 (assistant)", "or rather", "and"),
-            ("reasoning dropped from an older turn", body(task(134), thought, task(135)),
+            ("reasoning dropped from an older turn",
+             body(task(134), thought, task(135)),
              body(task(134), spoken, task(135)),
              "replay", "message 2 (assistant)", "I will", "<think>"),
             ("arguments of a call in another spelling", *called,
@@ -6226,7 +6236,8 @@ class WhyRoom(Case):
                                                  self.task(14)))):
             with self.subTest(name):
                 w = self.why_of(c, base, now)
-                self.assertEqual((w["class"], w["lost_tokens_estimate"]), ("none", 0), w)
+                self.assertEqual((w["class"], w["lost_tokens_estimate"]),
+                                 ("none", 0), w)
 
     def test_a_named_conversation_that_was_summarised(self):
         _, _, c = self.stage()
@@ -6257,8 +6268,8 @@ class WhyRoom(Case):
         "A short line that the client moves from turn to turn costs the whole reply."
         _, _, c = self.stage()
         text, clock = self.task(1), "\n[battery {} %]"
-        reply = c.json("POST", "/v1/chat/completions", dict(
-            self.body(text + clock.format(80)), max_tokens=200))["choices"][0]["message"]
+        reply = c.json("POST", "/v1/chat/completions", dict(self.body(
+            text + clock.format(80)), max_tokens=200))["choices"][0]["message"]
         w = self.why_of(c, self.body(text, reply["content"],
                                      self.task(2) + clock.format(79)))
         self.tells(w, "edited", "message 1 (user)", "assistant", "[battery 80 %]")
@@ -6317,10 +6328,43 @@ class WhyRoom(Case):
         def past(n, tokens, slot=0):
             return toki.Ask(n, tokens, (), 1, slot, float(n), "")
         tail = array.array("I", range(5000, 5080))
-        asks = [past(1, head + tail), past(2, head[:650] + array.array("I", range(6000, 6040))),
+        asks = [past(1, head + tail),
+                past(2, head[:650] + array.array("I", range(6000, 6040))),
                 past(3, array.array("I", range(9000, 9500)))]
-        d = toki.diagnose(past(4, head + array.array("I", [1, 2])), asks, lambda ids: "x")
+        mine = past(4, head + array.array("I", [1, 2]))
+        d = toki.diagnose(mine, asks, lambda ids: "x")
         self.assertEqual((d.kind, d.like, d.by), ("evicted", 1, 3))
+
+    def test_a_beginning_that_another_slot_still_holds_was_not_evicted(self):
+        "Pure: the ask most like it lost its slot, but an older one keeps the head."
+        head = array.array("I", range(1000, 1700))
+
+        def past(n, tokens, slot):
+            return toki.Ask(n, tokens, (), 1, slot, float(n), "")
+        asks = [past(1, head + array.array("I", range(5000, 5080)), 0),
+                past(2, head + array.array("I", range(6000, 6080)), 1),
+                past(3, array.array("I", range(9000, 9500)), 1)]
+        mine = past(4, head + array.array("I", range(7000, 7080)), 1)
+        d = toki.diagnose(mine, asks, lambda ids: "x")
+        self.assertEqual((d.kind, d.by, d.lost), ("kept", 0, 700))
+
+    def test_a_slot_that_toki_itself_borrowed(self):
+        _, d, c = self.stage(slots=1)
+        mine = self.body(self.task(1))
+        self.ask(c, mine)
+        lease = d.keeper.borrow(array.array("I", tokenize(say(2, 300))))
+        d.keeper.hand_back(lease, 0)
+        d.keeper.engine.json("POST", "/completion", {
+            "prompt": say(2, 300), "n_predict": 1, "id_slot": 0})
+        w = self.why_of(c, mine)
+        self.assertEqual((w["class"], w["evicted_by"]), ("evicted", 0), w)
+
+    def test_a_title_request_is_no_change_of_tools(self):
+        "Another head in front of the same message: that is all that can be said."
+        _, _, c = self.stage()
+        w = self.why_of(c, self.body(self.task(1), tools=self.tools()),
+                        self.body(self.task(1), system="Say a title for this."))
+        self.tells(w, "edited", "system", "Say", "You")
 
     def test_a_restart_of_the_engine(self):
         fake, d, c = self.stage()
@@ -6350,8 +6394,8 @@ class WhyRoom(Case):
         self.tells(w, "restart", "system")
         self.assertLess(w["like_ask"], 0)
         self.assertIn("an earlier run", toki.why_text(w))
-        self.assertEqual(self.why_of(c, self.body(say(5, 99), system="New " + say(6, 99)))
-                         ["class"], "new")
+        w = self.why_of(c, self.body(say(5, 99), system="New " + say(6, 99)))
+        self.assertEqual(w["class"], "new")
 
     def test_a_slot_that_was_at_work(self):
         fake, _, c = self.stage()
@@ -6370,14 +6414,15 @@ class WhyRoom(Case):
     def test_a_slot_that_keeps_another_conversation(self):
         "Nobody works there: toki spared it, as the shelf is off."
         _, _, c = self.stage()
-        w = self.why_of(c, *(self.body(self.task(n), tools=self.tools()) for n in (1, 2)))
+        w = self.why_of(c, *(self.body(self.task(n), tools=self.tools())
+                             for n in (1, 2)))
         self.tells(w, "kept", "system")
         self.assertIn("keeps its own conversation", w["plan"])
 
     def test_an_engine_that_places_asks_itself(self):
         _, _, c = self.stage(unified=True)
-        w = self.why_of(c, self.body(self.task(1)), self.body(say(3, 200), system="Other."),
-                        self.body(self.task(1)))
+        mine, alien = self.body(self.task(1)), self.body(say(3, 200), system="Other.")
+        w = self.why_of(c, mine, alien, mine)
         self.assertEqual(w["class"], "unpinned", w)
 
     def test_memory_that_cannot_be_rewound_to_a_branch_in_a_message(self):
@@ -6390,7 +6435,8 @@ class WhyRoom(Case):
     def test_a_date_is_the_cause_also_where_nothing_can_be_rewound(self):
         _, _, c = self.stage(kind="append-only")
         w = self.why_of(c, *(self.body(self.task(1), system=(
-            f"{self.SYSTEM}\nToday is 2026-03-0{n}.\n{say('rules', 40)}")) for n in (2, 3)))
+            f"{self.SYSTEM}\nToday is 2026-03-0{n}.\n{say('rules', 40)}"))
+            for n in (2, 3)))
         self.tells(w, "date", "system", "2026-03-03", "2026-03-02")
 
     def test_raw_and_new(self):
@@ -6404,22 +6450,26 @@ class WhyRoom(Case):
 
     # ---- places in prompts of other templates ----------------------------------------
     TEMPLATES = {
-        "ChatML": ("<|im_start|>system\nS<|im_end|>\n",
-                   "<|im_start|>user\n%s<|im_end|>\n", "<|im_start|>assistant\n%s<|im_end|>\n"),
-        "Llama 3": ("<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>",
+        "ChatML": ("<|im_start|>system\n%s<|im_end|>\n",
+                   "<|im_start|>user\n%s<|im_end|>\n",
+                   "<|im_start|>assistant\n%s<|im_end|>\n"),
+        "Llama 3": ("<|start_header_id|>system<|end_header_id|>\n\n%s<|eot_id|>",
                     "<|start_header_id|>user<|end_header_id|>\n\n%s<|eot_id|>",
                     "<|start_header_id|>assistant<|end_header_id|>\n\n%s<|eot_id|>"),
         "Gemma": ("", "<start_of_turn>user\n%s<end_of_turn>\n",
                   "<start_of_turn>model\n%s<end_of_turn>\n"),
-        "gpt-oss": ("<|start|>system<|message|>S<|end|><|start|>developer<|message|>D<|end|>",
+        "gpt-oss": ("<|start|>system<|message|>%s<|end|>"
+                    "<|start|>developer<|message|>D<|end|>",
                     "<|start|>user<|message|>%s<|end|>",
                     "<|start|>assistant<|channel|>final<|message|>%s<|end|>"),
-        "Granite": ("<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n",
+        "Granite": ("<|start_of_role|>system<|end_of_role|>%s<|end_of_text|>\n",
                     "<|start_of_role|>user<|end_of_role|>%s<|end_of_text|>\n",
                     "<|start_of_role|>assistant<|end_of_role|>%s<|end_of_text|>\n"),
-        "Phi": ("<|system|>\nS<|end|>\n", "<|user|>\n%s<|end|>\n", "<|assistant|>\n%s<|end|>\n"),
-        "Mistral": ("<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT]", "[INST]%s[/INST]", "%s</s>"),
-        "DeepSeek": ("S", "<\uff5cUser\uff5c>%s", "<\uff5cAssistant\uff5c>%s"),
+        "Phi": ("<|system|>\n%s<|end|>\n", "<|user|>\n%s<|end|>\n",
+                "<|assistant|>\n%s<|end|>\n"),
+        "Mistral": ("<s>[SYSTEM_PROMPT]%s[/SYSTEM_PROMPT]", "[INST]%s[/INST]",
+                    "%s</s>"),
+        "DeepSeek": ("%s", "<\uff5cUser\uff5c>%s", "<\uff5cAssistant\uff5c>%s"),
     }
 
     def test_places_in_prompts_of_other_templates(self):
@@ -6440,16 +6490,19 @@ class WhyRoom(Case):
 
         def read(tokens):
             return "".join(words[i] for i in tokens)
+        usual = {"head": "Be brief.", "first": "User stories:",    # like headers
+                 "answer": "System check.", "last": "Tool,"}
         for name, (system, user, reply) in self.TEMPLATES.items():
-            def prompt(head="Be brief. " + say(1, 60), first="User stories: " + say(2, 60),
-                       answer="System check. " + say(3, 60), last="Tool, " + say(4, 60)):
-                return system.replace("S", head) + user % first + reply % answer \
+            def prompt(**changed):
+                head, first, answer, last = (f"{text} {say(key, 60)}" for key, text
+                                             in {**usual, **changed}.items())
+                return system.replace("%s", head) + user % first + reply % answer \
                     + user % last + reply.partition("%s")[0]
             for place, changed in (
-                    ("system", prompt(head="Be long. " + say(1, 60))),
-                    ("message 1 (user)", prompt(first="User tales: " + say(2, 60))),
-                    ("message 2 (assistant)", prompt(answer="System cheque. " + say(3, 60))),
-                    ("message 3 (user)", prompt(last="Tools, " + say(4, 60)))):
+                    ("system", prompt(head="Be long.")),
+                    ("message 1 (user)", prompt(first="User tales:")),
+                    ("message 2 (assistant)", prompt(answer="System cheque.")),
+                    ("message 3 (user)", prompt(last="Tools,"))):
                 if place == "system" and not system:
                     continue
                 asks = [toki.Ask(i, *ids(text), 1, 0, float(i), "")
@@ -6459,7 +6512,8 @@ class WhyRoom(Case):
                 with self.subTest(name, place=place):
                     d = toki.diagnose(asks[1], asks[:1], read)
                     self.assertEqual(d.section, place, d)
-                    self.assertEqual(d.kind, "replay" if "assist" in place else "edited")
+                    self.assertEqual(d.kind, "replay" if "assist" in place
+                                     else "edited")
 
     def test_json_in_a_message_is_no_tool(self):
         _, _, c = self.stage()
@@ -6473,14 +6527,15 @@ class WhyRoom(Case):
         rnd = random.Random(1)
 
         def past(n):
-            return toki.Ask(n, array.array("I", (rnd.randrange(50_000) for _ in range(20_000))),
-                            (), 1, 0, float(n), "")
-        asks = [past(n) for n in range(1, 101)]
-        mine = asks[89]._replace(ask=200, tokens=array.array("I", [7]) + asks[89].tokens)
-        began = time.process_time()
+            ids = array.array("I", rnd.getrandbits(640_000).to_bytes(80_000, "big"))
+            return toki.Ask(n, ids, (), 1, 0, float(n), "")
+        asks = [past(n) for n in range(1, 201)]
+        mine = asks[189]._replace(
+            ask=300, tokens=array.array("I", [7]) + asks[189].tokens)
+        began = time.thread_time()
         d = toki.diagnose(mine, asks, lambda ids: " ".join(map(str, ids)))
-        self.assertLess(time.process_time() - began, 2.0)
-        self.assertEqual((d.like, d.at), (90, 0))
+        self.assertLess(time.thread_time() - began, 3.0)
+        self.assertEqual((d.like, d.at), (190, 0))
 
 
 ROOMS = {

@@ -2484,15 +2484,20 @@ def _out_of_reach(ask: Ask, other: Ask, past: Sequence[Ask], common: int,
         return "restart", 0
     if ask.slot is None or other.slot is None:
         return "unpinned", 0
-    later = sorted((p for p in past if p.ask > other.ask and p.slot == other.slot
-                    and p.life == other.life), key=lambda p: p.ask)
-    for p in later:
-        if common_prefix(p.tokens, ask.tokens) < common - BLOCK:
-            return "evicted", p.ask
-    if any(p.at > ask.began > 0 for p in [other, *later]):
+
+    def holds(p: Ask) -> bool:
+        return common_prefix(p.tokens, ask.tokens) >= common - BLOCK
+    order = sorted((p for p in past if p.life == ask.life), key=lambda p: p.ask)
+    holders = [p for p in {p.slot: p for p in order}.values() if holds(p)]
+    if any(p.at > ask.began > 0 for p in holders):
         return "busy", 0
-    spared = kind == "rewindable" and ask.slot != other.slot
-    return ("kept" if spared else "engine limit"), 0
+    if holders and kind != "rewindable":
+        return "engine limit", 0
+    if any(p.slot != ask.slot for p in holders):
+        return "kept", 0
+    # Nobody that is known: toki's own checks borrow slots as well.
+    return "evicted", next((p.ask for p in order if p.ask > other.ask
+                            and p.slot == other.slot and not holds(p)), 0)
 
 
 def _reply_unused(ask: Ask, other: Ask, common: int) -> int:
@@ -2547,9 +2552,9 @@ def _textual(ask: Ask, other: Ask, common: int, behind: int,
         return "token boundary"
     i, j = _resume(ask.tokens, other.tokens, common)
     gaps = ask.tokens[common:i], other.tokens[common:j]
-    tools = _section(ask, common, read).startswith("tool ") or number <= 1 and any(
-        _TOOL.search(read(gap)) for gap in gaps)
     names = [_tool_names(a, read) for a in (ask, other)]
+    tools = _section(ask, common, read).startswith("tool ") or number <= 1 and \
+        all(names) and any(_TOOL.search(read(gap)) for gap in gaps)
     if tools and names[0] != names[1]:
         return "tool order" if sorted(names[0]) == sorted(names[1]) else "tools changed"
     turns = [sum(role == "assistant" and first <= start < end for start, _, role
