@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import array
+import base64
 import codecs
 import contextlib
 import functools
@@ -6538,11 +6539,1139 @@ class WhyRoom(Case):
         self.assertEqual((d.like, d.at), (190, 0))
 
 
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(24)).decode()
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                       "data": PNG}}
+SEEN = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+WEATHER = {"name": "weather", "description": "Weather of a city.", "input_schema": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
+
+
+class MessagesCase(Case):
+    def refused(self, body, param, words="", takes=toki.Takes()):
+        "The body is a BadAsk that names the place, in its message too."
+        with self.assertRaises(toki.BadAsk, msg=param) as caught:
+            toki.parse_ask("chat", toki.anthropic_to_chat(body, takes))
+        error = caught.exception
+        self.assertEqual((error.status, error.param), (400, param), error.message)
+        self.assertIn(param, error.message)
+        self.assertIn(words, error.message)
+
+
+# ---- building blocks ----
+def text(value, **more):
+    return dict({"type": "text", "text": value}, **more)
+
+
+def thinking(value, signature="toki"):
+    return {"type": "thinking", "thinking": value, "signature": signature}
+
+
+def use(call_id, name="weather", **given):
+    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+
+
+def result(call_id, content="", **more):
+    return dict({"type": "tool_result", "tool_use_id": call_id, "content": content},
+                **more)
+
+
+def user(*content):
+    return {"role": "user", "content": content[0] if len(content) == 1 and isinstance(
+        content[0], str) else list(content)}
+
+
+def agent(*content):
+    return dict(user(*content), role="assistant")
+
+
+def chat(*messages, takes=toki.Takes(), **more):
+    return toki.anthropic_to_chat(dict({"messages": list(messages)}, **more), takes)
+
+
+def talk(*messages, **more):
+    "The chat messages, short: (role, content) and, of an agent's, thoughts and calls."
+    out = []
+    for m in chat(*messages, **more)["messages"]:
+        calls = tuple((c["id"], c["function"]["name"], c["function"]["arguments"])
+                      for c in m.get("tool_calls", ()))
+        out.append((m["role"], m["content"], *filter(None, (
+            m.get("reasoning_content"), calls))))
+    return out
+
+
+def render(body):
+    "ChatML with thoughts, calls and results, as a template would print it."
+    out = json.dumps(body.get("tools", [])) + "\n"
+    for m in body["messages"]:
+        calls = "".join(f"<call>{c['function']['name']} {c['function']['arguments']}"
+                        for c in m.get("tool_calls", ()))
+        out += (f"<|{m['role']}|>{m.get('reasoning_content', '')}</think>"
+                f"{m['content']}{calls}<|end|>")
+    return out
+
+
+def ask(**more):
+    "A Request as the gateway has it."
+    body = dict({"messages": [user("hi")], "max_tokens": 100, "stream": True}, **more)
+    return toki.parse_ask("chat", toki.anthropic_to_chat(body))
+
+
+def chunk(finish=None, index=0, **delta):
+    return {"id": "chatcmpl-x", "object": "chat.completion.chunk", "choices": [
+        {"index": index, "delta": delta, "finish_reason": finish}]}
+
+
+def said(value):
+    return chunk(content=value)
+
+
+def thought(value):
+    return chunk(reasoning_content=value)
+
+
+def piece(index, arguments=None, name=None, call_id=None):
+    function = {k: v for k, v in (("name", name), ("arguments", arguments))
+                if v is not None}
+    head = {"id": call_id, "type": "function"} if call_id else {}
+    return chunk(tool_calls=[dict({"index": index, "function": function}, **head)])
+
+
+def end(finish="stop", prompt=50, cached=20, output=7, **more):
+    "The engine's last two chunks; `cache` is what the gateway adds to the last."
+    return [chunk(finish), dict({
+        "choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": output,
+                                 "prompt_tokens_details": {"cached_tokens": cached}},
+        "timings": {"cache_n": cached, "prompt_n": prompt - cached,
+                    "predicted_n": output}}, **more)]
+
+
+def progress(total, cached):
+    return dict(chunk(role="assistant", content=None), prompt_progress={
+        "total": total, "cache": cached, "processed": cached, "time_ms": 1})
+
+
+def parsed(events):
+    "[(event name, data)]; the name is the data's type, the frame is whole."
+    out = []
+    for raw in events:
+        head, data, *rest = raw.decode("utf-8").split("\n")
+        assert head.startswith("event: ") and data.startswith("data: "), raw
+        assert rest == ["", ""], raw
+        out.append((head[7:], json.loads(data[6:])))
+        assert out[-1][0] == out[-1][1]["type"], raw
+    return out
+
+
+class Reader:
+    "A client that believes nothing: it raises for every event out of order."
+
+    def __init__(self):
+        self.message, self.open, self.names = None, None, []
+        self.inputs, self.ended, self.delta = {}, False, None
+
+    def take(self, events):
+        for name, data in parsed(events):
+            assert not self.ended, f"{name} behind the end"
+            self.names.append(name)
+            getattr(self, name)(data)
+        return self
+
+    def message_start(self, data):
+        assert self.message is None, "a second message_start"
+        self.message = data["message"]
+        assert self.message["content"] == [] and self.message["stop_reason"] is None
+
+    def ping(self, data):
+        assert self.message is not None
+
+    def content_block_start(self, data):
+        content = self.message["content"]
+        assert self.open is None and self.delta is None and \
+            data["index"] == len(content), data
+        self.open = data["index"]
+        content.append(dict(data["content_block"]))
+
+    def content_block_delta(self, data):
+        assert data["index"] == self.open, data
+        block, delta = self.message["content"][self.open], data["delta"]
+        field = {"text_delta": "text", "thinking_delta": "thinking",
+                 "signature_delta": "signature",
+                 "input_json_delta": "partial_json"}[delta["type"]]
+        if field == "partial_json":
+            assert block["type"] == "tool_use"
+            self.inputs[self.open] = self.inputs.get(self.open, "") + delta[field]
+            return
+        assert field in block, data
+        assert delta[field], "an empty delta"
+        block[field] += delta[field]
+
+    def content_block_stop(self, data):
+        assert data["index"] == self.open, data
+        block = self.message["content"][self.open]
+        if block["type"] == "thinking":
+            assert block["signature"]
+        if block["type"] == "tool_use":
+            with contextlib.suppress(ValueError):
+                block["input"] = json.loads(self.inputs[self.open])
+        self.open = None
+
+    def message_delta(self, data):
+        assert self.open is None and self.delta is None
+        self.delta = data
+        self.message.update(data["delta"])
+        self.message["usage"].update(data["usage"])
+
+    def message_stop(self, data):
+        assert self.delta is not None
+        self.ended = True
+
+    def error(self, data):
+        self.ended = True
+
+
+def stream(events, request=None, prompt=0):
+    "A Reader that has taken what the translator makes of chat events."
+    s, reader = toki.AnthropicStream(request or ask(), "msg_1", "served"), Reader()
+    s.begin(prompt)
+    for event in events:
+        reader.take(s.feed(event))
+    return reader.take(s.finish())
+
+
+def content(events, request=None):
+    return stream(events, request).message["content"]
+
+
+def assembled(events):
+    "The plain chat reply of the same events, as WIRE builds it."
+    a = toki.Assembler("chat")
+    for event in events:
+        a.add(event)
+    return a.reply()
+
+
+# ============================================================================
+# TURNS
+# ============================================================================
+class Turns(MessagesCase):
+    def test_system_texts_in_front_are_one(self):
+        for takes in (toki.Takes(), toki.Takes(late_system=True)):
+            self.assertEqual(talk(
+                {"role": "system", "content": "b"}, {"role": "developer", "content": "c"},
+                user("x"), system=[text("a"), text("a2")], takes=takes),
+                [("system", "a\n\na2\n\nb\n\nc"), ("user", "x")])
+
+    def test_late_system_messages(self):
+        late = {"role": "system", "content": "env"}
+        note = "<system-reminder>\nenv\n</system-reminder>"
+        self.table((
+            ("behind a user's", (user("x"), late), [("user", "x\n\n" + note)]),
+            ("behind an agent's", (user("x"), agent("y"), late),
+             [("user", "x"), ("assistant", "y"), ("user", note)]),
+            ("before the answer of a call",
+             (user("x"), agent(use("c")), late, user(result("c", "r"))),
+             [("user", "x"), ("assistant", "", (("c", "weather", "{}"),)), ("tool", "r"),
+              ("user", note)])), lambda messages: talk(*messages))
+        self.assertEqual(talk(user("x"), late, late, agent("y"), takes=toki.Takes(
+            late_system=True)), [("user", "x"), ("system", "env\n\nenv"),
+                                 ("assistant", "y")])
+
+    def test_neighbours_of_one_role_are_one(self):
+        self.assertEqual(talk(user("a"), user(text("b"), text("c")), agent("d"),
+                              agent(thinking("t"), use("c1")), agent(use("c2")),
+                              user(result("c1", "1")), user(result("c2", "2")),
+                              user("e")),
+                         [("user", "a\n\nb\nc"),
+                          ("assistant", "d", "t", (("c1", "weather", "{}"),
+                                                   ("c2", "weather", "{}"))),
+                          ("tool", "1"), ("tool", "2"), ("user", "e")])
+
+    def test_results_follow_their_calls(self):
+        calls = agent(use("toolu_1"), use("toolu_2"))
+        said_calls = ("assistant", "", (("toolu_1", "weather", "{}"),
+                                        ("toolu_2", "weather", "{}")))
+        self.table((
+            ("in call order, before the text",
+             (user("x"), calls, user(text("t"), result("toolu_2", "b"),
+                                     result("toolu_1", "a"))),
+             [("tool", "a"), ("tool", "b"), ("user", "t")]),
+            ("ids came back without signs",
+             (user("x"), calls, user(result("toolu1", "a"), result("toolu-2", "b"))),
+             [("tool", "a"), ("tool", "b")]),
+            ("one is missing", (user("x"), calls, user(result("toolu_2", "b"))),
+             [("tool", "(no result)"), ("tool", "b")]),
+            ("all are missing at the end", (user("x"), calls),
+             [("tool", "(no result)")] * 2),
+            ("one is told twice",
+             (user("x"), calls, user(result("toolu_1", "a"), result("toolu_1", "b"))),
+             [("tool", "a"), ("tool", "(no result)"),
+              ("user", "Result of an unknown call:\nb")])),
+            lambda messages: talk(*messages)[2:])
+        self.assertEqual(talk(user("x"), calls)[1], said_calls)
+        self.assertEqual(talk(user(result("gone", "r"))),
+                         [("user", "Result of an unknown call:\nr")])
+
+    def test_many_odd_results_take_no_time(self):
+        began, n = time.monotonic(), 5000
+        out = talk(user("x"), agent(*(use(f"c_{i}") for i in range(n))),
+                   user(*(result(f"c{i}", "r") for i in reversed(range(n)))))
+        talk(*[{"role": "system", "content": "s"}] * 20_000, *[user("x")] * 20_000)
+        self.assertEqual(len(out), n + 2)
+        self.assertLess(time.monotonic() - began, 5)
+
+
+# ============================================================================
+# ANTHROPIC: to chat
+# ============================================================================
+class ToChat(MessagesCase):
+    def test_fields(self):
+        body = chat(user("x"), model="claude-x", max_tokens=9, temperature=0.5, top_p=1,
+                    top_k=3, stream=True, stop_sequences=["", "END"], service_tier="auto",
+                    context_management={"edits": []}, betas=["x"], made_up=1,
+                    mcp_servers=[], container=None, system="s",
+                    output_config={"effort": "high"}, toki={"mode": "raw"})
+        self.assertEqual(body, {
+            "messages": [{"role": "system", "content": "s"},
+                         {"role": "user", "content": "x"}],
+            "model": "claude-x", "max_tokens": 9, "temperature": 0.5, "top_p": 1,
+            "top_k": 3, "stream": True, "stream_options": {"include_usage": True},
+            "stop": ["END"], "verbose": True, "response_fields": ["stopping_word"],
+            "toki": {"mode": "raw"}})
+        self.assertTrue(toki.parse_ask("chat", body).raw)
+
+    def test_text_and_one_part_list_are_the_same(self):
+        "And cache_control is no part of a prompt."
+        mark = {"cache_control": {"type": "ephemeral"}}
+        self.assertEqual(chat(user(text("x", **mark)), system=[text("s", **mark)],
+                              tools=[dict(WEATHER, **mark)]),
+                         chat(user("x"), system="s", tools=[WEATHER]))
+
+    def test_billing_header(self):
+        "F-24: a block of its own, the first line of a text, or glued to it."
+        head = "x-anthropic-billing-header: cc_version=2.1.332.e51; cc_entrypoint=cli;"
+        self.table((
+            ("block", [text(head + " cch=1a2b3;"), text("You")], "You"),
+            ("line", head + " cch=1a2b3;\nYou", "You"),
+            ("line without its end", head + " cch=1a2b3\nYou", "You"),
+            ("glued", head + " cch=1a2b3;You are = it; yes", "You are = it; yes"),
+            ("another", "You x-anthropic-billing-header: a=b;",
+             "You x-anthropic-billing-header: a=b;")),
+            lambda system: chat(user("x"), system=system)["messages"][0]["content"])
+        self.assertEqual(talk(user("x"), system=[text(head)]), [("user", "x")])
+
+    def test_blocks(self):
+        doc = {"type": "document", "title": "T", "source": {
+            "type": "text", "media_type": "text/plain", "data": "body"}}
+        plain = base64.b64encode("é".encode()).decode()
+
+        def source(**more):
+            return {"type": "document", "source": more}
+        self.table((
+            ("texts", [text("a"), text(""), text("b")], "a\nb"),
+            ("text document", [doc], "T\nbody"),
+            ("text in base64", [source(type="base64", media_type="text/markdown",
+                                       data=plain)], "é"),
+            ("blocks in a document", [source(type="content", content=[
+                text("in"), PICTURE])], [text("in"), SEEN]),
+            ("text as blocks", [source(type="content", content="in")], "in"),
+            ("PDF", [source(type="base64", media_type="application/pdf", data="QQ==")],
+             "[PDF omitted]"),
+            ("PDF elsewhere", [source(type="url", url="http://x")], "[PDF omitted]"),
+            ("other document", [source(type="base64", media_type="a/b", data="")],
+             "[document: a/b omitted]"),
+            ("picture", [text("see"), PICTURE], [text("see"), SEEN]),
+            ("picture as data URL", [{"type": "image", "source": {
+                "type": "url", "url": SEEN["image_url"]["url"]}}], [SEEN]),
+            ("picture in a file", [{"type": "image", "source": {"type": "file",
+                                                                "file_id": "f"}}],
+             "[image omitted]"),
+            ("search result", [{"type": "search_result", "title": "t", "source": "s",
+                                "content": [text("c")]}], "t\ns\nc"),
+            ("unknown", [{"type": "hologram", "x": 1}], "[hologram omitted]")),
+            lambda blocks: chat(user(*blocks))["messages"][0]["content"])
+        self.assertEqual(talk(user(PICTURE), takes=toki.Takes(vision=False)),
+                         [("user", "[image omitted]")])
+
+    def test_assistant_turns(self):
+        "Any signature is taken (F-25); what only Anthropic can read is left out."
+        self.table((
+            ("all of it", [thinking("t", ""), thinking("u", "EqQB"), text("a"), text("b"),
+                           use("c", city="Ö")],
+             ("assistant", "ab", "tu", (("c", "weather", '{"city":"Ö"}'),))),
+            ("left out", [{"type": "redacted_thinking", "data": "x"},
+                          {"type": "server_tool_use", "id": "s", "name": "web_search",
+                           "input": {}}, {"type": "web_search_tool_result",
+                                          "content": []}, text("a")],
+             ("assistant", "a")),
+            ("nothing", [], ("assistant", ""))),
+            lambda blocks: talk(user("x"), agent(*blocks), user("y"))[1])
+
+    def test_tool_results(self):
+        "Golden 5, F-21: text, parts, pictures, errors, missing, references."
+        shot = [text("here"), PICTURE]
+        found = [{"type": "tool_reference", "tool_name": "weather"},
+                 {"type": "tool_reference", "tool_name": "gone"}]
+        self.table((
+            ("text", result("c", "r"), [("tool", "r")]),
+            ("parts", result("c", [text("a"), text("b")]), [("tool", "a\nb")]),
+            ("none", result("c", None), [("tool", "")]),
+            ("error", result("c", "bad", is_error=True), [("tool", "Error: bad")]),
+            ("error without words", result("c", [], is_error=True), [("tool", "Error:")]),
+            ("picture", result("c", shot),
+             [("tool", "here"), ("user", [text("Image from weather:"), SEEN])]),
+            ("reference", result("c", found), [("tool", (
+                'weather: Weather of a city.\n{"type":"object","properties":{"city":'
+                '{"type":"string"}},"required":["city"]}\ngone'))])),
+            lambda block: talk(user("x"), agent(use("c")), user(block),
+                               tools=[WEATHER])[2:])
+        self.assertEqual(talk(
+            user("x"), agent(use("c")), user(result("c", shot, is_error=True)),
+            takes=toki.Takes(tool_images=True))[2:],
+            [("tool", [text("Error:"), text("here"), SEEN])])
+        self.assertEqual(talk(
+            user("x"), agent(use("a"), use("b")),
+            user(result("a", shot), result("b", is_error=True), text("so?")))[2:],
+            [("tool", "here"), ("tool", "Error:"), (
+                "user", [text("Image from weather:"), SEEN, text("so?")])])
+
+    def test_tools(self):
+        plain = {"type": "function", "function": {
+            "name": "weather", "description": "Weather of a city.",
+            "parameters": WEATHER["input_schema"]}}
+        search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+        self.assertEqual(chat(user("x"), tools=[search, WEATHER])["tools"], [plain])
+        bare = chat(user("x"), tools=[{"name": "f", "input_schema": {"properties": {}}}])
+        self.assertEqual(bare["tools"][0]["function"], {
+            "name": "f", "description": "", "parameters": {"properties": {},
+                                                           "type": "object"}})
+        self.assertNotIn("tools", chat(user("x"), tools=[]))
+        self.refused({"messages": [user("x")], "tools": [search]}, "tools",
+                     "web_search_20250305")
+
+    def test_deferred_tools_come_last_once_they_are_found(self):
+        late = dict(WEATHER, defer_loading=True)
+        other = dict(WEATHER, name="other")
+
+        def names(*messages):
+            body = chat(*messages, tools=[late, other])
+            return [t["function"]["name"] for t in body["tools"]]
+        self.assertEqual(names(user("x")), ["other"])
+        self.assertEqual(names(user("x"), agent(use("c", "ToolSearch")), user(result(
+            "c", [{"type": "tool_reference", "tool_name": "weather"}]))),
+            ["other", "weather"])
+
+    def test_tool_choice(self):
+        def choice(given):
+            body = chat(user("x"), tools=[WEATHER, dict(WEATHER, name="other")],
+                        tool_choice=given)
+            return (body.get("tool_choice"), body.get("parallel_tool_calls"),
+                    [t["function"]["name"] for t in body["tools"]])
+        both = ["weather", "other"]
+        self.table((
+            ("auto", {"type": "auto"}, (None, None, both)),
+            ("any", {"type": "any"}, ("required", None, both)),
+            ("none", {"type": "none"}, ("none", None, both)),
+            ("tool", {"type": "tool", "name": "other"}, ("required", None, ["other"])),
+            ("one at a time", {"type": "auto", "disable_parallel_tool_use": True},
+             (None, False, both))), choice)
+        for given, param in (({"type": "tool", "name": "gone"}, "tool_choice.name"),
+                             ({"type": "odd"}, "tool_choice.type"),
+                             ("any", "tool_choice")):
+            self.refused({"messages": [user("x")], "tools": [WEATHER],
+                          "tool_choice": given}, param)
+        self.refused({"messages": [user("x")], "tool_choice": {"type": "any"}},
+                     "tool_choice", "needs tools")
+
+    def test_thinking_effort_and_schema(self):
+        schema = {"type": "object", "properties": {"title": {"type": "string"}}}
+        wanted = {"type": "json_schema", "json_schema": {
+            "name": "reply", "schema": schema, "strict": True}}
+        rows = (
+            ("enabled", {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+             {"thinking_budget_tokens": 2048,
+              "chat_template_kwargs": {"enable_thinking": True}}),
+            ("disabled", {"thinking": {"type": "disabled"}},
+             {"chat_template_kwargs": {"enable_thinking": False}}),
+            ("adaptive", {"thinking": {"type": "adaptive", "display": "omitted"},
+                          "output_config": {"effort": "xhigh"}},
+             {"reasoning_effort": "high"}),
+            ("variables", {"chat_template_kwargs": {"a": 1}, "thinking": {
+                "type": "disabled"}},
+             {"chat_template_kwargs": {"a": 1, "enable_thinking": False}}),
+            ("schema", {"output_config": {"format": {"type": "json_schema",
+                                                     "schema": schema}}},
+             {"response_format": wanted}))
+        for name, more, expected in rows:
+            with self.subTest(name):
+                body = chat(user("x"), takes=toki.Takes(effort=True), **more)
+                body.pop("messages")
+                self.assertEqual(body, expected)
+        self.assertNotIn("reasoning_effort",
+                         chat(user("x"), output_config={"effort": "low"}))
+
+    def test_sessions(self):
+        def key(user_id, *messages, **more):
+            body = chat(*(messages or (user("x"),)), metadata={"user_id": user_id}, **more)
+            return body.get("prompt_cache_key")
+        new = json.dumps({"device_id": "d", "session_id": "s-1"})
+        self.assertEqual(key(new), key(new, user("x"), agent("y"), user("z")))
+        self.assertEqual(key(new).split(":")[0], "s-1")
+        self.assertEqual(key("user_d_account__session_ab-1").split(":")[0], "ab-1")
+        others = {key(new), key(new, user("other")), key(new, system="s"),
+                  key(new, tools=[WEATHER]), key(new.replace("s-1", "s-2"))}
+        self.assertEqual(len(others), 5)
+        for given in ("somebody", "7", "[]", "{", '{"session_id":5}', 7, None):
+            self.assertIsNone(key(given))
+        self.assertTrue(ask(metadata={"user_id": new}).named)
+
+    def test_prefill_is_continued_without_spaces_at_its_end(self):
+        self.assertEqual(talk(user("x"), agent("The answer: \n"))[-1],
+                         ("assistant", "The answer:"))
+        self.assertEqual(talk(user("x"), agent(" "))[-1], ("user", "x"))
+
+    def test_bad_bodies_name_the_place(self):
+        one = [user("x")]
+
+        def body(**more):
+            return dict({"messages": one}, **more)
+
+        def of(*blocks, role="user"):
+            return {"messages": one + [{"role": role, "content": list(blocks)}]}
+        at = "messages.1.content.0"
+        for given, param in (
+                ([], "body"), ({}, "messages"), ({"messages": []}, "messages"),
+                ({"messages": "x"}, "messages"), ({"messages": ["x"]}, "messages.0"),
+                ({"messages": [{"content": "x"}]}, "messages.0.role"),
+                ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+                ({"messages": [{"role": "user"}]}, "messages.0.content"),
+                ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+                ({"messages": [{"role": "system", "content": 5}]}, "messages.0.content"),
+                ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+                ({"messages": [agent(" ")]}, "messages"),
+                (of("x"), at), (of({}), at + ".type"), (of({"type": []}), at + ".type"),
+                (of(text(None)), at + ".text"),
+                (of({"type": "image"}), at + ".source"),
+                (of({"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}),
+                 at + ".source"),
+                (of({"type": "image", "source": {"type": "base64", "data": "\N{SNOWMAN}",
+                                                 "media_type": "image/png"}}),
+                 at + ".source.data"),
+                (of({"type": "image", "source": {
+                    "type": "base64", "data": PNG, "media_type": "a;base64,x"}}),
+                 at + ".source.media_type"),
+                (of({"type": "document"}), at + ".source"),
+                (of({"type": "document", "source": {
+                    "type": "base64", "media_type": "text/x", "data": "QQ"}}),
+                 at + ".source.data"),
+                (of({"type": "tool_result"}), at + ".tool_use_id"),
+                (of(result("c", 5)), at + ".content"),
+                (of(result("c", [{"type": "text"}])), at + ".content.0.text"),
+                (of({"type": "tool_use", "name": "f"}, role="assistant"), at + ".id"),
+                (of({"type": "tool_use", "id": "c"}, role="assistant"), at + ".name"),
+                (of({"type": "tool_use", "id": "c", "name": "f", "input": "x"},
+                    role="assistant"), at + ".input"),
+                (of(use("c", x=float("inf")), role="assistant"), at + ".input"),
+                (of({"type": "thinking"}, role="assistant"), at + ".thinking"),
+                (body(system=5), "system"), (body(system=[5]), "system.0"),
+                (body(tools={}), "tools"), (body(tools=[5]), "tools.0"),
+                (body(tools=[{"input_schema": {}}]), "tools.0.name"),
+                (body(tools=[{"name": "f", "input_schema": 5}]), "tools.0.input_schema"),
+                (body(thinking="on"), "thinking"),
+                (body(thinking={"type": "enabled"}), "thinking.budget_tokens"),
+                (body(stop_sequences="x"), "stop_sequences"),
+                (body(max_tokens=-1), "max_tokens"), (body(max_tokens="9"), "max_tokens"),
+                (body(max_tokens=True), "max_tokens"), (body(top_k=0.5), "top_k"),
+                (body(temperature="hot"), "temperature"), (body(stream="yes"), "stream"),
+                (body(output_config=[]), "output_config")):
+            self.refused(given, param)
+
+    def test_hostile_depth_and_size(self):
+        deep: dict = {}
+        for _ in range(100_000):
+            deep = {"a": deep}
+        self.refused({"messages": [user("x"), agent(use("c", x=deep))]},
+                     "messages.1.content.0.input")
+        nested = text("x")
+        for _ in range(300):
+            nested = {"type": "document", "source": {"type": "content",
+                                                     "content": [nested]}}
+        self.assertEqual(talk(user(nested)), [("user", "")])
+        began = time.monotonic()
+        chat(user("x"), system="x-anthropic-billing-header:" + " a=b" * 200_000)
+        chat(user("x"), system="x-anthropic-billing-header:" + "a" * 1_000_000)
+        self.assertLess(time.monotonic() - began, 5)
+
+
+    def test_any_json_is_understood_or_refused(self):
+        "A valid body with junk put somewhere: a chat body or a BadAsk, nothing else."
+        whole = {"model": "m", "max_tokens": 5, "system": [text("s")], "stream": True,
+                 "tools": [WEATHER, dict(WEATHER, name="b", defer_loading=True)],
+                 "tool_choice": {"type": "tool", "name": "weather"}, "top_k": 1,
+                 "thinking": {"type": "enabled", "budget_tokens": 5},
+                 "stop_sequences": ["x"], "output_config": {"effort": "low", "format": {
+                     "type": "json_schema", "schema": {}}},
+                 "metadata": {"user_id": '{"session_id":"s"}'}, "messages": [
+                     user(text("x"), PICTURE), {"role": "system", "content": [text("y")]},
+                     agent(thinking("t"), text("a"), use("c", city="x")),
+                     user(result("c", [text("r"), PICTURE, {
+                         "type": "tool_reference", "tool_name": "b"}]), {
+                             "type": "document", "title": "t", "source": {
+                                 "type": "content", "content": [text("d")]}}, {
+                             "type": "search_result", "content": [text("e")]})]}
+        junk = [None, True, -1, 1e999, 10 ** 30, "", "\ud83d", [], {}, [None], {"type": 5},
+                [[]], "x" * 300, {"type": "text"}, ["x"], {"a": 1e999}]
+        for seed in range(3000):
+            rng, body = random.Random(seed), json.loads(json.dumps(whole))
+            at = body
+            while True:                      # walk down to a random place
+                key = rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+                if not at[key] or not isinstance(at[key], (dict, list)) \
+                        or rng.random() < 0.3:
+                    break
+                at = at[key]
+            at[key] = rng.choice(junk)
+            try:
+                toki.core_json(toki.parse_ask("chat", toki.anthropic_to_chat(body)))
+            except toki.BadAsk as error:
+                self.assertTrue(error.param, f"seed {seed}: {error.message}")
+
+
+# ============================================================================
+# ANTHROPIC: from chat
+# ============================================================================
+class FromChat(MessagesCase):
+    def test_order_of_events(self):
+        r = stream([progress(50, 20), thought("let "), thought("me"), said("Hello"),
+                    said(" you"), piece(0, "", "weather", "c1"), piece(0, '{"city":'),
+                    piece(0, '"Rome"}'), *end("tool_calls")])
+        start, delta, stop = ("content_block_" + k for k in ("start", "delta", "stop"))
+        self.assertEqual(r.names, [
+            "message_start", "ping", start, delta, delta, delta, stop, start, delta, delta,
+            stop, start, delta, delta, stop, "message_delta", "message_stop"])
+        self.assertEqual(r.message, {
+            "id": "msg_1", "type": "message", "role": "assistant", "model": "served",
+            "content": [thinking("let me"), text("Hello you"), use("c1", city="Rome")],
+            "stop_reason": "tool_use", "stop_sequence": None, "usage": {
+                "input_tokens": 30, "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 20, "output_tokens": 7}})
+
+    def test_usage(self):
+        "Golden 12, F-26: the three input figures sum up to the prompt."
+        def first(events, prompt=0, cached=0):
+            s = toki.AnthropicStream(ask(), "msg_1")
+            s.begin(prompt, cached)
+            usage = parsed(s.feed(events))[0][1]["message"]["usage"]
+            return usage["input_tokens"], usage["cache_read_input_tokens"]
+        self.assertEqual(first(progress(50, 20), 9), (30, 20))
+        self.assertEqual(first(said("x"), 50, 44), (6, 44))
+        self.assertEqual(first(said("x")), (0, 0))
+        for last in (end(), [chunk("stop"), {"choices": [], "timings": {
+                "cache_n": 20, "prompt_n": 30, "predicted_n": 7}}]):
+            usage = stream([said("x"), *last]).delta["usage"]
+            self.assertEqual((usage["input_tokens"], usage["cache_read_input_tokens"],
+                              usage["output_tokens"]), (30, 20, 7))
+        usage = stream([said("x"), *end(prompt=3, cached=9)]).delta["usage"]
+        self.assertEqual((usage["input_tokens"], usage["cache_read_input_tokens"]), (0, 3))
+
+    def test_cache_comes_with_the_end(self):
+        note = {"kind": "hit", "slot": 2}
+        events = [said("x"), *end(cache=note)]
+        self.assertEqual(stream(events).delta["cache"], note)
+        self.assertNotIn("cache", stream([said("x"), *end()]).delta)
+        plain = dict(assembled(events), cache=note)
+        self.assertEqual(toki.anthropic_reply(plain, ask(), "msg_1")["cache"], note)
+
+    def test_heartbeats(self):
+        "Golden 7: pings at any time, the message begins once, numbers come at the end."
+        s, r = toki.AnthropicStream(ask(), "msg_1"), Reader()
+        r.take(s.heartbeat({"waiting_for": "slot"})).take(s.heartbeat())
+        self.assertFalse(s.opened)
+        s.begin(50, 0)                       # a second attempt at the engine
+        for event in [progress(50, 20), said("x")]:
+            r.take(s.feed(event)).take(s.heartbeat())
+        self.assertTrue(s.opened)
+        for event in end():
+            r.take(s.feed(event))
+        r.take(s.finish())
+        self.assertEqual((r.names.count("message_start"), r.names.count("ping")), (1, 5))
+        self.assertEqual(r.message["usage"]["cache_read_input_tokens"], 20)
+
+    def test_a_failed_attempt_leaves_nothing(self):
+        s, r = toki.AnthropicStream(ask(), "msg_1"), Reader()
+        for event in (said("\n"), piece(0, "", "weather", "c1")):
+            r.take(s.feed(event))
+        self.assertFalse(s.opened)
+        s.begin()
+        for event in (said("\nx"), *end()):
+            r.take(s.feed(event))
+        self.assertEqual(r.take(s.finish()).message["content"], [text("\nx")])
+
+    def test_white_space_opens_no_block(self):
+        call = [piece(0, "{}", "weather", "c1"), *end("tool_calls")]
+        self.table((
+            ("before a call", [said("\n\n"), *call], [use("c1")]),
+            ("empty thoughts", [thought("\n"), said("x"), *end()], [text("x")]),
+            ("before text", [said("\n"), said("\n x"), said(" "), *end()],
+             [text("\n\n x ")]),
+            ("between", [thought("t"), said("\n"), thought("u"), said("x"), *end()],
+             [thinking("tu"), text("\nx")]),
+            ("within text", [said("a"), said("\n"), *call], [text("a\n"), use("c1")]),
+            ("between calls", [piece(0, "{}", "weather", "c1"), said("\n"),
+                               piece(1, "{}", "weather", "c2"), *end("tool_calls")],
+             [use("c1"), use("c2")]),
+            ("behind thoughts", [thought("t"), said("\n"), *end()], [thinking("t")]),
+            ("nothing else", [said(" "), *end()], [text(" ")]),
+            ("nothing at all", end(), [text("")])), content)
+
+    def test_kinds_may_alternate(self):
+        self.assertEqual(content([thought("a"), said("b"), thought("c"), said("d"),
+                                  piece(0, "{}", "weather", "c1"), said("e"), *end()]),
+                         [thinking("a"), text("b"), thinking("c"), text("d"), use("c1"),
+                          text("e")])
+        self.assertEqual(content([chunk(reasoning="a"), *end()]), [thinking("a")])
+
+    def test_calls_interleaved_by_index(self):
+        "Golden 3, F-01: one after the other, each whole."
+        both = [use("c0", "f", a=1), use("c1", "g")]
+        heads = [piece(0, "", "f", "c0"), piece(1, "", "g", "c1")]
+        self.table((
+            ("mixed", [*heads, piece(0, '{"a":'), piece(1, "{}"), piece(0, "1}")], both),
+            ("the later first", [*heads, piece(1, "{}"), piece(0, '{"a":1}')], both),
+            ("in turn", [heads[0], piece(0, '{"a":1}'), heads[1], piece(1, "{}")], both),
+            ("text in the head", [piece(0, '{"a"', "f", "c0"), piece(0, ":1}"),
+                                  piece(1, "{}", "g", "c1")], both),
+            ("without a word about arguments", [*heads, piece(0, '{"a":1}')], both),
+            ("one index for both (F-03)", [piece(0, '{"a":1}', "f", "c0"),
+                                           piece(0, "{}", "g", "c1")], both),
+            ("names in pieces", [piece(0, "", "we", "c1"), piece(0, None, "ather"),
+                                 piece(0, "{}")], [use("c1")]),
+            ("names repeated", [piece(0, "", "f", "c1"), piece(0, "{", "f"),
+                                piece(0, "}", "f", "c1")], [use("c1", "f")])),
+            lambda events: content([*events, *end("tool_calls")]))
+        s = toki.AnthropicStream(ask(), "m")  # the first call is not kept back
+        s.feed(piece(0, "", "f", "c0"))
+        self.assertIn(b"partial_json", b"".join(s.feed(piece(0, '{"a"'))))
+
+    def test_call_ids_missing_or_repeated(self):
+        for first in ("c", None):
+            blocks = content([piece(0, "{}", "f", first), piece(1, "{}", "g", first),
+                              *end("tool_calls")])
+            ids = [b["id"] for b in blocks]
+            self.assertEqual(len(set(ids)), 2)
+            self.assertRegex(ids[1], r"^toolu_[0-9a-f]{24}$")
+
+    def test_arguments(self):
+        "Golden 4: none, escapes and characters cut anywhere, cut off by the limit."
+        def call(arguments, step):
+            cut = [arguments[i:i + step] for i in range(0, len(arguments), step)]
+            r = stream([piece(0, "", "f", "c"), *(piece(0, c) for c in cut),
+                        *end("tool_calls")])
+            return r.message["content"][0]["input"]
+        given = {"text": 'é "q" \\ \n 😀', "n": [1, 2.5, None]}
+        for arguments in (json.dumps(given), json.dumps(given, ensure_ascii=False)):
+            for step in (1, 2, 3, 50):
+                self.assertEqual(call(arguments, step), given)
+        for nothing in ("", " "):
+            self.assertEqual(call(nothing, 1), {})
+        r = stream([piece(0, '{"a": "hal', "f", "c"), *end("length", output=100)])
+        self.assertEqual((r.message["stop_reason"], r.inputs), ("max_tokens",
+                                                                {0: '{"a": "hal'}))
+
+    def test_long_arguments_take_linear_time(self):
+        began = time.monotonic()
+        s = toki.AnthropicStream(ask(), "m")
+        s.feed(piece(0, '{"a":"', "f", "c"))
+        s.feed(piece(1, "", "f", "d"))
+        for _ in range(20_000):
+            s.feed(piece(0, "x" * 50))
+        self.assertLess(time.monotonic() - began, 10)
+
+    def test_stop_reasons(self):
+        word = {"__verbose": {"stopping_word": "END"}}
+        stops = ask(stop_sequences=["END"])
+        rows = (
+            ("end", [said("x"), *end()], None, ("end_turn", None)),
+            ("stop text", [said("x"), dict(chunk("stop"), **word), *end()[1:]], stops,
+             ("stop_sequence", "END")),
+            ("the template's own stop", [said("x"), dict(chunk("stop"), **word)], None,
+             ("end_turn", None)),
+            ("no stop text", [said("x"), *end()], stops, ("end_turn", None)),
+            ("calls", [piece(0, "{}", "f", "c"), *end("tool_calls")], None,
+             ("tool_use", None)),
+            ("calls, said as stop", [piece(0, "{}", "f", "c"), *end()], None,
+             ("tool_use", None)),
+            ("limit", [said("x"), *end("length", output=100)], None, ("max_tokens", None)),
+            ("window", [said("x"), *end("length", output=99)], None,
+             ("model_context_window_exceeded", None)),
+            ("filter", [said("x"), *end("content_filter")], None, ("refusal", None)),
+            ("not told", [said("x")], None, ("end_turn", None)))
+        for name, events, request, expected in rows:
+            with self.subTest(name):
+                m = stream(events, request).message
+                self.assertEqual((m["stop_reason"], m["stop_sequence"]), expected)
+                m = toki.anthropic_reply(assembled(events), request or ask(), "msg_1")
+                self.assertEqual((m["stop_reason"], m["stop_sequence"]), expected)
+
+    def test_prefill_is_not_repeated(self):
+        "The engine tells the beginning again that the client wrote."
+        request = ask(messages=[user("x"), agent("The colour is ")])
+        for events in ([said("The colour is red")], [said("The"), said(" colour is red")],
+                       [said(" red")], [said("Th"), said("e colour is"), said(" red")]):
+            self.assertEqual(content([*events, *end()], request), [text(" red")])
+            plain = toki.anthropic_reply(assembled([*events, *end()]), request, "m")
+            self.assertEqual(plain["content"], [text(" red")])
+        self.assertEqual(content([said("The other"), *end()], request), [text("The other")])
+        self.assertEqual(content([said("The"), *end()], request), [text("The")])
+
+    def test_a_warming_ask_gets_no_content(self):
+        events = [said("x"), *end("length", output=1)]
+        m = stream(events, ask(max_tokens=0)).message
+        self.assertEqual((m["content"], m["stop_reason"]), ([], "max_tokens"))
+        m = toki.anthropic_reply(assembled(events), ask(max_tokens=0), "m")
+        self.assertEqual((m["content"], m["stop_reason"]), ([], "max_tokens"))
+
+    def test_plain_reply(self):
+        events = [thought("t"), said("hi"), piece(0, '{"city": "Rome"}', "weather", "c1"),
+                  *end("tool_calls")]
+        plain = toki.anthropic_reply(assembled(events), ask(model="claude-x"), "msg_1")
+        self.assertEqual(plain, dict(stream(events, ask(model="claude-x")).message))
+        self.assertEqual(plain["model"], "claude-x")
+        self.table((
+            ("nothing", {}, [text("")]), ("null", {"content": None}, [text("")]),
+            ("no JSON", {"tool_calls": [{"id": "c", "function": {
+                "name": "f", "arguments": '{"a": "hal'}}]},
+             [text('[the arguments of f are no JSON: {"a": "hal]'), use("c", "f")]),
+            ("a newline in a text", {"content": "x", "tool_calls": [{
+                "id": "c", "function": {"name": "f", "arguments": '{"a":"1\n2"}'}}]},
+             [text("x"), use("c", "f", a="1\n2")]),
+            ("an array", {"content": "x", "tool_calls": [{"id": "c", "function": {
+                "name": "f", "arguments": "[1]"}}]},
+             [text("x\n[the arguments of f are no JSON: [1]]"), use("c", "f")])),
+            lambda message: toki.anthropic_reply(
+                {"choices": [{"message": message, "finish_reason": "stop"}]}, ask(),
+                "m")["content"])
+
+    def test_counts_and_models(self):
+        self.assertEqual(toki.count_tokens_reply(7), {"input_tokens": 7})
+        entry = {"type": "model", "id": "m", "display_name": "m", "created_at": "x"}
+        self.assertEqual(toki.anthropic_models([entry]), {
+            "data": [entry], "has_more": False, "first_id": "m", "last_id": "m"})
+        self.assertIsNone(toki.anthropic_models([])["first_id"])
+
+    def test_errors(self):
+        rows = (
+            (toki.BadAsk("m", "h"), 400, "invalid_request_error"),
+            (toki.BadAsk("m", status=415), 415, "invalid_request_error"),
+            (toki.BadAsk("m", status=408), 408, "invalid_request_error"),
+            (toki.BadAsk("m", status=413), 413, "request_too_large"),
+            (toki.Denied("m"), 401, "authentication_error"),
+            (toki.Denied("m", status=403), 403, "permission_error"),
+            (toki.Missing("m"), 404, "not_found_error"),
+            (toki.Missing("m", status=405), 405, "invalid_request_error"),
+            (toki.Missing("m", status=501), 501, "not_supported"),
+            (toki.Busy("m", status=429), 429, "rate_limit_error"),
+            (toki.Busy("m", retry_s=3), 529, "overloaded_error"),
+            (toki.EngineGone("m", code="model_loading"), 503, "overloaded_error"),
+            (toki.engine_error(503, b'{"error":{"message":"Loading model",'
+                                    b'"type":"unavailable_error"}}'),
+             503, "overloaded_error"),
+            (toki.EngineGone("m"), 503, "api_error"),
+            (toki.EngineGone("m", status=504), 504, "timeout_error"),
+            (toki.engine_error(502, b"x"), 502, "api_error"),
+            (toki.TokiError("m"), 500, "api_error"))
+        for error, status, kind in rows:
+            with self.subTest(kind, status=status):
+                got, envelope = toki.anthropic_error(error, "req_1")
+                self.assertEqual((got, envelope["error"]["type"]), (status, kind))
+                self.assertEqual((envelope["type"], envelope["request_id"]),
+                                 ("error", "req_1"))
+                headers = toki.anthropic_headers(error, "req_1")
+                self.assertEqual(headers["request-id"], "req_1")
+                final = status == 501 or status < 500 and status not in (408, 429)
+                self.assertEqual(headers.get("x-should-retry"), "false" if final else None)
+        self.assertEqual(toki.anthropic_error(toki.BadAsk("m", "h"))[1], {
+            "type": "error", "error": {"type": "invalid_request_error",
+                                       "message": "m (h)"}})
+        self.assertEqual(toki.anthropic_headers(toki.Busy("m", retry_s=3))["Retry-After"],
+                         "3")
+
+    def test_the_words_by_which_agents_compact(self):
+        "F-16: exactly these, nothing behind them."
+        engine = toki.engine_error(400, json.dumps({"error": {
+            "type": "exceed_context_size_error", "message": "request (99 tokens) exceeds",
+            "n_prompt_tokens": 99, "n_ctx": 50}}).encode())
+        for error in (toki.prompt_size_error(99, 50), engine):
+            status, envelope = toki.anthropic_error(error)
+            self.assertEqual((status, envelope["error"]), (400, {
+                "type": "invalid_request_error",
+                "message": "prompt is too long: 99 tokens > 50 maximum"}))
+        unknown = toki.prompt_size_error(0, 0)
+        self.assertEqual(toki.anthropic_error(unknown)[1]["error"]["message"],
+                         "prompt is too long")
+        self.assertNotIn(PNG * 9, str(toki.anthropic_error(toki.BadAsk(PNG * 9))))
+
+    def test_errors_inside_a_stream(self):
+        s, r = toki.AnthropicStream(ask(), "msg_1"), Reader()
+        r.take(s.feed(said("x"))).take(s.error(toki.EngineGone("gone"), "req_1"))
+        self.assertEqual(r.names[-2:], ["content_block_delta", "error"])
+        name, data = parsed(s.error(toki.Busy("full")))[0]
+        self.assertEqual((name, data), ("error", {"type": "error", "error": {
+            "type": "overloaded_error", "message": "full"}}))
+
+    def test_hostile_chunks(self):
+        for event in ({}, {"choices": None}, {"choices": [{}]},
+                      {"choices": [{"delta": None}]}, chunk(content=5),
+                      chunk(content=None, reasoning_content=None, tool_calls=None),
+                      chunk(tool_calls=[{}]), chunk(tool_calls=[{"function": None}]),
+                      {"choices": [], "usage": {"prompt_tokens": None,
+                                                "prompt_tokens_details": None}},
+                      {"timings": {}}, {"__verbose": {"stopping_word": None}},
+                      piece(0, {"a": 1}, "f", "c")):
+            stream([event, *end()])
+        self.assertEqual(content([piece(0, {"a": 1}, "f", "c"), *end()]),
+                         [use("c", "f", a=1)])
+
+
+# ============================================================================
+# ANTHROPIC: there and back
+# ============================================================================
+def canonical(message):
+    "The engine's message as every client's history is told to it: arguments compact."
+    out = dict(message, tool_calls=[
+        {"id": c["id"], "type": "function", "function": dict(
+            c["function"], arguments=json.dumps(json.loads(
+                c["function"]["arguments"] or "{}"), ensure_ascii=False,
+                separators=(",", ":")))} for c in message.get("tool_calls", ())])
+    if not out["tool_calls"]:
+        del out["tool_calls"]
+    return out
+
+
+def back(message):
+    "The chat message that an Anthropic reply becomes when it is sent back."
+    got = json.loads(json.dumps(message["content"]))
+    return chat(user("x"), agent(*got), user("y"))["messages"][1]
+
+
+class RoundTrip(MessagesCase):
+    def test_what_we_streamed_comes_back_as_the_engine_made_it(self):
+        for events in (
+                [said("Hello "), said("there.\n"), *end()],
+                [thought("Let me\n"), thought(" see. "), said("\n\nYes"), *end()],
+                [thought("t"), said("a\n\n"), piece(0, "", "f", "c0"),
+                 piece(0, '{"x":1,'), piece(0, '"a":"é\\n😀"}'),
+                 piece(1, "{}", "g", "c1"), *end("tool_calls")],
+                [piece(0, '{"z":{"b":1.0,"a":[]}}', "f", "c0"), *end("tool_calls")]):
+            message = assembled(events)["choices"][0]["message"]
+            streamed = stream(events).message
+            plain = toki.anthropic_reply(assembled(events), ask(), "msg_1")
+            for reply in (streamed, plain):
+                self.assertEqual(back(reply), message)
+                self.assertEqual(json.dumps(back(reply), sort_keys=True),
+                                 json.dumps(message, sort_keys=True))
+
+    def test_random_streams(self):
+        "Whatever the pieces: orderly for the client, and the same message sent back."
+        for seed in range(400):
+            rng = random.Random(seed)
+            events, calls = [], []
+            for _ in range(rng.randrange(12)):
+                kind = rng.choice("tttsssc")
+                if kind == "c":
+                    given = {"k": rng.choice(["", "é\n", '"', "}"]), "n": len(calls)}
+                    body, i = json.dumps(given, separators=rng.choice(
+                        [(",", ":"), (", ", ": ")])), len(calls)
+                    calls.append(i)
+                    at = sorted(rng.sample(range(len(body) + 1), 2))
+                    events.append(piece(i, "", f"f{i}", f"call_{i}"))
+                    events += [piece(i, part) for part in (
+                        body[:at[0]], body[at[0]:at[1]], body[at[1]:])]
+                else:
+                    value = rng.choice(["a", " ", "\n\n", "b c", "é"])
+                    events.append((thought if kind == "t" else said)(value))
+            events += end("tool_calls" if calls else "stop")
+            reply = stream(events).message
+            message = canonical(assembled(events)["choices"][0]["message"])
+            got = back(reply)
+            for m in (got, message):         # white space alone is not told
+                for name in ("content", "reasoning_content"):
+                    m[name] = (m.get(name) or "").rstrip()
+            self.assertEqual(got, message, f"seed {seed}")
+            plain = back(toki.anthropic_reply(assembled(events), ask(), "msg_1"))
+            plain.update((k, (plain.get(k) or "").rstrip())
+                         for k in ("content", "reasoning_content"))
+            self.assertEqual(plain, message, f"seed {seed}")
+
+    def test_claudes_second_ask_extends_its_first(self):
+        "Golden 1: the system message of the middle is a list first, a text later."
+        env = "# Environment\nToday is ..."
+        head = "x-anthropic-billing-header: cc_version=2.1.332.{}; cc_entrypoint=cli;"
+        more = {"max_tokens": 32000, "tools": [WEATHER], "stream": True, "thinking": {
+            "type": "adaptive", "display": "omitted"}}
+        mark = {"cache_control": {"type": "ephemeral"}}
+        first = chat(user(text("fix it", **mark)), {"role": "system", "content": [
+            text(env, **mark)]}, system=[text(head.format("a1b")), text("You are Claude."),
+                                         text("Rules.", **mark)], **more)
+        second = chat(user(text("fix it")), {"role": "system", "content": env},
+                      agent(thinking("hm"), use("c", city="Rome")),
+                      user(result("c", "sunny", **mark)),
+                      system=[text(head.format("a1b")), text("You are Claude.", **mark),
+                              text("Rules.")], **more)
+        for takes in (toki.Takes(), toki.Takes(late_system=True)):
+            self.assertTrue(render(second).startswith(render(first)), takes)
+        self.assertNotIn("billing", render(first))
+
+    def test_two_sessions_share_system_and_tools(self):
+        "Golden 9: the header differs with the first prompt, the head does not."
+        def prompt(word, tag):
+            return render(chat(user(word), tools=[WEATHER], system=[
+                text(f"x-anthropic-billing-header: cc_version=2.{tag};"),
+                text("You are Claude.")]))
+        one, two = prompt("fix it", "abc"), prompt("write it", "def")
+        at = toki.common_prefix(array.array("I", map(ord, one)),
+                                array.array("I", map(ord, two)))
+        self.assertEqual(one[:at], two[:at])
+        self.assertTrue(one[:at].endswith("</think>"), one[:at][-40:])
+
+    def test_three_tool_turns_with_thoughts(self):
+        "Golden 2: what was thought comes back, and each prompt extends the one before."
+        messages, prompts = [user("go")], []
+        for n in range(3):
+            events = [thought(f"think {n}"), said(f"step {n}"),
+                      piece(0, f'{{"city":"{n}"}}', "weather", f"toolu_{n}"),
+                      *end("tool_calls")]
+            asked = chat(*messages, tools=[WEATHER])
+            engine = assembled(events)["choices"][0]["message"]
+            prompts.append((render(asked), render(dict(asked, messages=[
+                *asked["messages"], engine]))))
+            messages += [agent(*stream(events).message["content"]),
+                         user(result(f"toolu_{n}", f"r{n}"))]
+        prompts.append((render(chat(*messages, tools=[WEATHER])), ""))
+        for (one, answered), (two, _) in zip(prompts, prompts[1:]):
+            self.assertTrue(answered.startswith(one))
+            self.assertTrue(two.startswith(answered))
+
+    def test_history_told_again_in_another_way(self):
+        "Golden 11: spaces in arguments, ids without signs, lists for texts."
+        one = [user("x"), agent(text("a"), use("toolu_01", city="Rome", n=1)),
+               user(result("toolu_01", "r"), text("go"))]
+        again = json.loads(json.dumps(one, indent=2).replace("toolu_01", "toolu01"))
+        again[0]["content"] = [text("x")]
+        again[2]["content"][0]["content"] = [text("r")]
+        mixed = [one[0], one[1], again[2]]
+        for other in (again, mixed):
+            self.assertEqual(render(chat(*other)), render(chat(*one)))
+
+
+# ============================================================================
+# The real client
+
+
+class Seam(Case):
+    "The Messages routes of a daemon, end to end."
+
+    def ask(self, **more):
+        return dict({"model": "claude-x", "max_tokens": 8,
+                     "messages": [{"role": "user", "content": say(1, 100)}]}, **more)
+
+    def told(self, d, **more):
+        "[(name, data)] of a streamed ask."
+        c = Client(d)
+        code, _, payload = c.http("POST", "/v1/messages", self.ask(stream=True, **more),
+                                  {"x-api-key": c.token})
+        self.assertEqual(code, 200, payload)
+        return [(e.split("\n")[0][7:], json.loads(e.split("\ndata: ")[1]))
+                for e in payload.decode().strip().split("\n\n")]
+
+    def test_hits_are_told_in_the_words_of_the_dialect(self):
+        d = self.daemon(self.fake(reasoning=3))
+        c = Client(d)
+        key = {"x-api-key": c.token}
+        one = c.json("POST", "/v1/messages", self.ask(), headers=key)
+        self.assertEqual([b["type"] for b in one["content"]], ["thinking", "text"])
+        self.assertEqual(one["model"], "claude-x")
+        more = self.ask()["messages"] + [{"role": "assistant", "content": one["content"]},
+                                         {"role": "user", "content": "more"}]
+        events = self.told(d, messages=more)
+        self.assertEqual((events[0][0], events[-1][0]), ("message_start", "message_stop"))
+        start = events[0][1]["message"]["usage"]
+        last = next(data for name, data in events if name == "message_delta")
+        cache, usage = last["cache"], last["usage"]
+        self.assertEqual(cache["kind"], "hit")
+        self.assertEqual(usage["cache_read_input_tokens"], cache["reused_tokens"])
+        self.assertEqual(usage["input_tokens"] + usage["cache_read_input_tokens"],
+                         cache["prompt_tokens"])
+        self.assertEqual(start["cache_read_input_tokens"],
+                         usage["cache_read_input_tokens"])
+        self.assertGreaterEqual(cache["reused_tokens"], one["usage"]["input_tokens"] - 1)
+        count = c.json("POST", "/v1/messages/count_tokens", self.ask(), headers=key)
+        self.assertEqual(count["input_tokens"], one["usage"]["input_tokens"])
+
+    def test_doors(self):
+        d = self.daemon(self.fake(n_ctx=512))
+        c = Client(d)
+        for path in ("/v1/messages", "/anthropic/v1/messages?beta=true",
+                     "//anthropic//v1/messages",
+                     "/anthropic/v1/v1/messages/count_tokens"):
+            e = c.json("POST", path, self.ask(), 401)
+            self.assertEqual((e["type"], e["error"]["type"]),
+                             ("error", "authentication_error"))
+            for headers in ({"x-api-key": c.token},
+                            {"authorization": "Bearer " + c.token}):
+                code, h, payload = c.http("POST", path, self.ask(), headers)
+                self.assertEqual((code, h["request-id"][:4]), (200, "req_"), payload)
+        key = {"x-api-key": c.token}
+        self.assertEqual(c.json("GET", "/anthropic/v1/nothing", None, 404)["error"][
+            "type"], "not_found_error")
+        self.assertEqual(c.http("HEAD", "/anthropic/api/hello")[0], 200)
+        self.assertEqual(c.json("GET", "/anthropic/v1/models")["has_more"], False)
+        long = [{"role": "user", "content": say(2, 2000)}]
+        for stream in (False, True):
+            e = c.json("POST", "/v1/messages", self.ask(stream=stream, messages=long),
+                       400, headers=key)
+            self.assertRegex(e["error"]["message"],
+                             r"^prompt is too long: \d+ tokens > 512 maximum$")
+        n = c.json("POST", "/v1/messages/count_tokens", self.ask(messages=long),
+                   headers=key)
+        self.assertGreater(n["input_tokens"], 512)
+        for raw in (b'{"messages": []}', b"{"):
+            code, _, payload = c.http("POST", "/v1/messages", raw=raw, headers=key)
+            self.assertEqual((code, json.loads(payload)["error"]["type"]),
+                             (400, "invalid_request_error"))
+
+    def test_silence_and_death(self):
+        fake = self.fake()
+        d, out = self.daemon(fake, heartbeat_first=0.1, heartbeat=0.1), []
+        fake.hold("decode", after=3)
+        thread = threading.Thread(target=lambda: out.extend(self.told(d)))
+        thread.start()
+        self.until(lambda: fake.frozen)
+        time.sleep(1.2)
+        fake.kill()
+        fake.release()
+        thread.join(20)
+        names = [name for name, _ in out]
+        self.assertEqual((names.count("message_start"), names[-1]), (1, "error"))
+        self.assertGreaterEqual(names.count("ping"), 2)
+        self.assertNotIn("message_stop", names)
+
+    def test_a_full_queue_is_an_overload(self):
+        d = self.daemon(self.fake(), max_queue=0)
+        c = Client(d)
+        code, headers, payload = c.http("POST", "/v1/messages", self.ask(),
+                                        {"x-api-key": c.token})
+        self.assertEqual((code, json.loads(payload)["error"]["type"]),
+                         (529, "overloaded_error"))
+        self.assertIn("retry-after", headers)
+
+
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
     "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
     "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
-    "WIRE": (Wire,), "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
+    "WIRE": (Wire,), "TURNS": (Turns,),
+    "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam), "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
     "EDGES": (EdgesRoom,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),

@@ -23,28 +23,30 @@ values out), the rest touches the world, and only through the doors of EDGES.
     5  TEXTS     which part of this rendered prompt need not be tokenized again?
     6  EMBED     which known prompt is nearest to this one?
     7  WIRE      what an ask and a reply look like; SSE framing; error bodies
-    8  BOOK      what we believe the slots hold; changed only by events
-    9  DECIDE    which slot, what is destroyed, and why
-    10 WHY       why were these tokens computed, though something like them was known?
-    11 GGUF      what a model file's header says about memory
-    12 SLOTFILE  a saved slot: its tokens, deltas, a wider window
-    13 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    14 MACHINE   where state lives; memory; who runs
-    15 ENGINE    one llama-server: talk, probe, start, watch, stop
-    16 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    17 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    18 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    19 MOVES     state from slot to shelf and back, under a lease
-    20 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    21 CERTIFY   may restored contexts be trusted here?
-    22 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    23 HTTP      framing, limits, deadlines: a server made of http.server
-    24 GATEWAY   routes: bytes in and out, never decides
-    25 INSTALL   get an engine and a starter model
-    26 STACK     up, down, status: engine and daemon as one thing
-    27 BENCH     toki's own cost, soak, and the everyday situations
-    28 DOCTOR    is everything fit, and if not, what to do
-    29 COMMANDS  one function per subcommand, then main
+    8  TURNS     a conversation in no dialect, folded into what templates accept
+    9  ANTHROPIC the Messages dialect: to chat, and the reply back
+    10 BOOK      what we believe the slots hold; changed only by events
+    11 DECIDE    which slot, what is destroyed, and why
+    12 WHY       why were these tokens computed, though something like them was known?
+    13 GGUF      what a model file's header says about memory
+    14 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    15 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    16 MACHINE   where state lives; memory; who runs
+    17 ENGINE    one llama-server: talk, probe, start, watch, stop
+    18 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    19 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    20 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    21 MOVES     state from slot to shelf and back, under a lease
+    22 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    23 CERTIFY   may restored contexts be trusted here?
+    24 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    25 HTTP      framing, limits, deadlines: a server made of http.server
+    26 GATEWAY   routes: bytes in and out, never decides
+    27 INSTALL   get an engine and a starter model
+    28 STACK     up, down, status: engine and daemon as one thing
+    29 BENCH     toki's own cost, soak, and the everyday situations
+    30 DOCTOR    is everything fit, and if not, what to do
+    31 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -59,6 +61,7 @@ framework, or a reason to install anything.
 from __future__ import annotations
 
 import argparse
+import base64
 import bisect
 import configparser
 import contextlib
@@ -1047,7 +1050,7 @@ def core_json(request: Request) -> bytes:
     return json.dumps({k: v for k, v in request.body.items()
                        if k not in ("stream", "stream_options")},
                       ensure_ascii=False, separators=(",", ":")).encode(
-                          "utf-8", "surrogatepass")
+                          "utf-8", "replace")
 
 
 def engine_json(request: Request, core: bytes, slot: Optional[int]) -> bytes:
@@ -1314,7 +1317,973 @@ def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> byte
 
 
 # ============================================================================
-# 8. BOOK - what we believe the slots hold; changed only by events.
+# 8. TURNS - a conversation in no dialect, folded into what templates accept.
+#    uses: WORDS.  offers: Takes, Dialect, Item, chat_messages, text_part,
+#    joined_text, bad_at, need_text, need_object, dump_json.
+#
+#    ANTHROPIC and RESPONSES read their messages into `Item`s; what is right for every
+#    template happens here once: one system message in front, results right behind
+#    their calls, no two user messages in a row.  Every rewrite looks only backwards and
+#    depends on nothing but the items, so that the prompt of one turn is a prefix of
+#    the next one's.
+# ============================================================================
+_NO_RESULT = "(no result)"
+
+
+class Takes(NamedTuple):
+    "What the served model and its template can be given; learned once an engine."
+    vision: bool = True          # pictures; without, they become a short text
+    late_system: bool = False    # a system message behind a user message
+    tool_images: bool = False    # pictures inside a tool's result
+    effort: bool = False         # the template prints `reasoning_effort`
+
+
+class Dialect(NamedTuple):
+    "How a route's bodies, replies and errors are told; the chat route needs none."
+    read: Callable               # (body, Takes) -> chat body; BadAsk
+    stream: Callable             # (Request, id, model) -> begin, feed, finish, ...
+    reply: Callable              # (plain chat reply, Request, id, model) -> reply
+    error: Callable              # (TokiError, request id) -> (status, envelope)
+    headers: Callable            # (TokiError or None, request id) -> headers
+
+
+class Item(NamedTuple):
+    "One step of a conversation, whatever dialect told it."
+    kind: str                    # "system" | "user" | "assistant" | "result"
+    parts: tuple = ()            # chat content parts: text, image_url
+    thoughts: str = ""           # assistant: its reasoning
+    calls: tuple = ()            # assistant: its chat tool_calls
+    id: str = ""                 # result: of the call it answers
+    failed: bool = False         # result: the tool reports an error
+
+
+def bad_at(where: str, what: str, hint: str = "") -> BadAsk:
+    "Not every dialect's errors have a `param`: the message begins with the place."
+    return BadAsk(f"{where}: {what}", hint, param=where)
+
+
+def need_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise bad_at(where, f"a text expected, not {type(value).__name__}")
+    return value
+
+
+def need_object(value: Any, where: str) -> dict:
+    if not isinstance(value, dict):
+        raise bad_at(where, f"an object expected, not {type(value).__name__}")
+    return value
+
+
+def dump_json(value: Any, where: str) -> str:
+    "JSON in the one style of all arguments: compact, keys in their order."
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"),
+                          allow_nan=False)
+    except (ValueError, RecursionError):
+        raise bad_at(where, "this cannot be written as JSON") from None
+
+
+def text_part(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+# ---- items to chat messages --------------------------------------------------
+def chat_messages(items: Sequence[Item], takes: Takes) -> list:
+    "Chat messages that every template accepts; the same items, the same bytes."
+    runs: list = []
+    for item in items:
+        if runs and (runs[-1][0].kind == "assistant") == (item.kind == "assistant"):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    out: list = []
+    for run in runs:
+        if run[0].kind == "assistant":
+            out.append(_assistant(run))
+        else:
+            out += _between(run, out, takes)
+    if out and out[-1].get("tool_calls"):
+        out += _between([], out, takes)
+    return out
+
+
+def joined_text(parts: Sequence[dict], glue: str) -> str:
+    return glue.join(p["text"] for p in parts if p["type"] == "text" and p["text"])
+
+
+def _assistant(run: Sequence[Item]) -> dict:
+    """One turn.  Its text blocks were one text before a stream cut them, so nothing
+    is put between them."""
+    texts = [joined_text(item.parts, "") for item in run]
+    message: dict = {"role": "assistant", "content": "\n\n".join(filter(None, texts))}
+    thoughts = "".join(item.thoughts for item in run)
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    calls = [call for item in run for call in item.calls]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _between(run: Sequence[Item], before: list, takes: Takes) -> list:
+    "What stands between two assistant turns: results in call order, then the rest."
+    calls = before[-1].get("tool_calls", []) if before else []
+    answers, rest = _answers(run, calls)
+    out, said = [], []               # said: [(role, parts)]
+    for call, answer in zip(calls, answers):
+        parts = answer.parts if answer else (text_part(_NO_RESULT),)
+        pictures = [p for p in parts if p["type"] != "text"]
+        if pictures and not takes.tool_images:
+            head = f"Image from {call['function']['name']}:"
+            said.append(("user", [text_part(head)] + pictures))
+            parts = [p for p in parts if p["type"] == "text"]
+        out.append({"role": "tool", "tool_call_id": call["id"],
+                    "content": _result(parts, answer)})
+    late = bool(before)
+    for item in rest:
+        said.append(_said(item, late and not takes.late_system))
+        late = late or item.kind != "system"
+    return out + _merged(said)
+
+
+def _answers(run: Sequence[Item], calls: Sequence[dict]) -> tuple:
+    "([the answer of each call or None], what answers none), the order kept."
+    answers: list = [None] * len(calls)
+    open_calls: dict = {}
+    for i, call in enumerate(calls):
+        open_calls.setdefault(_bare(call["id"]), []).append(i)
+    rest = []
+    for item in run:
+        waiting = open_calls.get(_bare(item.id)) if item.kind == "result" else None
+        if waiting:
+            answers[waiting.pop(0)] = item
+        else:
+            rest.append(item)
+    return answers, rest
+
+
+def _bare(call_id: str) -> str:
+    "Clients return call ids without underscores and the like."
+    return re.sub(r"[\W_]", "", call_id) or call_id
+
+
+def _result(parts: Sequence[dict], answer: Optional[Item]) -> Any:
+    "The content of a tool message."
+    if any(p["type"] != "text" for p in parts):
+        return ([text_part("Error:")] if answer and answer.failed else []) \
+            + list(parts)
+    text = joined_text(parts, "\n")
+    if answer and answer.failed:
+        return "Error: " + text if text else "Error:"
+    return text
+
+
+def _said(item: Item, wrap: bool) -> tuple:
+    "(role, parts) of a system or user item, or of a result without its call."
+    if item.kind == "result":
+        return "user", [text_part("Result of an unknown call:"), *item.parts]
+    if item.kind == "system" and wrap:
+        text = joined_text(item.parts, "\n\n")
+        return "user", [text_part(f"<system-reminder>\n{text}\n</system-reminder>")]
+    return item.kind, list(item.parts)
+
+
+def _merged(said: Sequence[tuple]) -> list:
+    "Neighbours of one role as one message, a blank line between them."
+    groups: list = []                # [role, [parts of each]]
+    for role, parts in said:
+        if groups and groups[-1][0] == role:
+            groups[-1][1].append(parts)
+        else:
+            groups.append([role, [parts]])
+    return [{"role": role, "content": _content(many, role)} for role, many in groups]
+
+
+def _content(many: Sequence[Sequence[dict]], role: str) -> Any:
+    "A text where that is enough, else a list of parts."
+    if any(p["type"] != "text" for parts in many for p in parts):
+        return [p for parts in many for p in parts if p.get("text") != ""]
+    glue = "\n\n" if role == "system" else "\n"
+    return "\n\n".join(filter(None, (joined_text(parts, glue) for parts in many)))
+
+
+# ============================================================================
+# 9. ANTHROPIC - the Messages dialect: to chat, and the reply back.
+#    uses: WORDS, WIRE, TURNS.  offers: ANTHROPIC, anthropic_to_chat,
+#    AnthropicStream, anthropic_reply, anthropic_error, anthropic_headers,
+#    anthropic_models, count_tokens_reply.
+# ============================================================================
+_SIGNATURE = "toki"          # clients drop thoughts without one; any is taken back
+_BILLING = "x-anthropic-billing-header:"
+_BILLING_HEAD = re.compile(_BILLING + r"(?:[ \t]*[\w-]+=[^;\n]*;)*"
+                           r"(?:[ \t]*[\w-]+=[^;\s]*(?=\s|$))?\s*")
+_EFFORTS = {"xhigh": "high", "max": "high"}      # templates know three
+
+
+# ---- Anthropic's messages to items ---------------------------------------------
+def _blocks(content: Any, where: str) -> list:
+    "[(block, its place)] of a content that is a text or a list of blocks."
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, where)]
+    if not isinstance(content, list):
+        raise bad_at(where, "a text or a list of blocks expected, not "
+                     + type(content).__name__)
+    out = []
+    for i, block in enumerate(content):
+        place = f"{where}.{i}"
+        need_text(need_object(block, place).get("type"), place + ".type")
+        out.append((block, place))
+    return out
+
+
+def _without_billing(content: Any, where: str) -> list:
+    """Text parts of a system prompt without the line that Claude Code changes with
+    every conversation (F-24)."""
+    if isinstance(content, str):
+        return [text_part(_BILLING_HEAD.sub("", content, count=1)
+                          if content.startswith(_BILLING) else content)]
+    texts = [need_text(b.get("text"), place + ".text")
+             for b, place in _blocks(content, where) if b["type"] == "text"]
+    return [text_part(t) for t in texts if not t.startswith(_BILLING)]
+
+
+class _Reader:
+    "Turns Anthropic's messages into items; notes which deferred tools were found."
+
+    def __init__(self, takes: Takes, tools: dict):
+        self.takes, self.tools = takes, tools
+        self.found: list = []            # names in tool_reference blocks
+
+    def items(self, system: Any, messages: Any) -> list:
+        out = []
+        if system is not None:
+            out.append(Item("system", tuple(_without_billing(system, "system"))))
+        if not isinstance(messages, list) or not messages:
+            raise bad_at("messages", "a list with at least one message expected")
+        for i, message in enumerate(messages):
+            out += self._message(message, f"messages.{i}")
+        return [item for item in out if item.kind != "system"
+                or joined_text(item.parts, "")]
+
+    def _message(self, message: Any, where: str) -> list:
+        role = need_object(message, where).get("role")
+        content = message.get("content")
+        place = where + ".content"
+        if role in ("system", "developer"):
+            return [Item("system", tuple(_without_billing(content, place)))]
+        if role == "assistant":
+            return [self._turn([] if content is None else content, place)]
+        if role != "user":
+            raise bad_at(where + ".role", f"{role!r} is not user, assistant or system")
+        return self._user(content, place)
+
+    def _turn(self, content: Any, where: str) -> Item:
+        "An assistant's turn; what only Anthropic's servers can read is left out."
+        parts, thoughts, calls = [], [], []
+        for block, place in _blocks(content, where):
+            if block["type"] == "text":
+                parts.append(text_part(need_text(block.get("text"), place + ".text")))
+            elif block["type"] == "thinking":
+                thoughts.append(need_text(block.get("thinking"), place + ".thinking"))
+            elif block["type"] == "tool_use":
+                calls.append(self._call(block, place))
+        return Item("assistant", tuple(parts), "".join(thoughts), tuple(calls))
+
+    @staticmethod
+    def _call(block: dict, where: str) -> dict:
+        given = block.get("input")
+        given = {} if given is None else need_object(given, where + ".input")
+        return {"id": need_text(block.get("id"), where + ".id"), "type": "function",
+                "function": {"name": need_text(block.get("name"), where + ".name"),
+                             "arguments": dump_json(given, where + ".input")}}
+
+    def _user(self, content: Any, where: str) -> list:
+        "Results first, each of its own, then what the user says."
+        results, parts = [], []
+        for block, place in _blocks(content, where):
+            if block["type"] != "tool_result":
+                parts += self._parts(block, place)
+                continue
+            inner = block.get("content")
+            got = [p for b, spot in _blocks([] if inner is None else inner,
+                                            place + ".content")
+                   for p in self._parts(b, spot)]
+            call = need_text(block.get("tool_use_id"), place + ".tool_use_id")
+            results.append(Item("result", tuple(got), id=call,
+                                failed=block.get("is_error") is True))
+        said = [Item("user", tuple(parts))] if parts or not results else []
+        return results + said
+
+    def _parts(self, block: dict, where: str) -> list:
+        "Chat parts of a block; of an unknown one only its type is told."
+        kind = block["type"]
+        if kind == "text":
+            return [text_part(need_text(block.get("text"), where + ".text"))]
+        if kind == "image":
+            return [self._image(block.get("source"), where + ".source")]
+        if kind == "document":
+            return self._document(block, where)
+        if kind == "search_result":
+            lines = [str(block.get("title") or ""), str(block.get("source") or "")]
+            lines += [str(b.get("text") or "") for b, _ in _blocks(
+                block.get("content") or [], where + ".content")]
+            return [text_part("\n".join(filter(None, lines)))]
+        if kind == "tool_reference":
+            return [text_part(self._reference(block, where))]
+        return [text_part(f"[{kind[:40]} omitted]")]
+
+    def _image(self, source: Any, where: str) -> dict:
+        kind = need_object(source, where).get("type")
+        if kind == "file" or not self.takes.vision:
+            return text_part("[image omitted]")
+        if kind == "base64":
+            label = source.get("media_type") or "image/png"
+            if not re.fullmatch(r"image/[\w.+-]{1,40}", need_text(label, where)):
+                raise bad_at(where + ".media_type", f"{label[:60]!r} is no image type")
+            data = "".join(need_text(source.get("data"), where + ".data").split())
+            if not re.fullmatch(r"[A-Za-z0-9+/]+={0,2}", data):
+                raise bad_at(where + ".data", "this is not base64")
+            return _picture(f"data:{label};base64,{data}")
+        url = source.get("url")
+        if kind == "url" and isinstance(url, str) and url.startswith("data:image/"):
+            return _picture(url)
+        raise bad_at(where, "pictures are not fetched from elsewhere",
+                     "send the bytes as a base64 source")
+
+    def _document(self, block: dict, where: str) -> list:
+        "Its text in the place of the block; what is no text is told as omitted."
+        source = need_object(block.get("source"), where + ".source")
+        spot, kind = where + ".source", source.get("type")
+        head = [text_part(block[name]) for name in ("title", "context")
+                if isinstance(block.get(name), str) and block[name]]
+        if kind == "text":
+            return head + [text_part(need_text(source.get("data"), spot + ".data"))]
+        if kind == "content":
+            return head + [p for b, place in _blocks(
+                source.get("content"), spot + ".content")
+                if b["type"] in ("text", "image") for p in self._parts(b, place)]
+        label = str(source.get("media_type") or "application/pdf")
+        if kind == "base64" and label.startswith("text/"):
+            try:
+                data = base64.b64decode(need_text(source.get("data"), spot + ".data"))
+                return head + [text_part(data.decode("utf-8", "replace"))]
+            except ValueError:
+                raise bad_at(spot + ".data", "this is not base64") from None
+        what = "PDF" if label == "application/pdf" else f"document: {label[:60]}"
+        return head + [text_part(f"[{what} omitted]")]
+
+    def _reference(self, block: dict, where: str) -> str:
+        "A tool that a search found, told with its schema."
+        name = need_text(block.get("tool_name"), where + ".tool_name")
+        self.found.append(name)
+        tool = self.tools.get(name)
+        if tool is None:
+            return name
+        head = f"{name}: {tool.get('description') or ''}".rstrip(" :")
+        return head + "\n" + dump_json(tool.get("input_schema") or {}, where)
+
+
+def _picture(url: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+# ---- tools and parameters --------------------------------------------------------
+def _tools_by_name(given: Any) -> dict:
+    """The tools that can be offered, in the client's order.
+
+    Those that run on Anthropic's servers, or that only its models know (they have a
+    type and no schema), are left out; BadAsk when nothing else was there.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, list):
+        raise bad_at("tools", "a list expected")
+    out: dict = {}
+    for i, tool in enumerate(given):
+        where = f"tools.{i}"
+        kind = need_object(tool, where).get("type") or "custom"
+        if kind == "custom" or tool.get("input_schema") is not None:
+            need_object(tool.get("input_schema") or {}, where + ".input_schema")
+            out[need_text(tool.get("name"), where + ".name")] = tool
+    if given and not out:
+        names = ", ".join(str(t.get("type"))[:40] for t in given[:5])
+        raise bad_at("tools", f"no model served here knows {names}",
+                     "offer tools with an input_schema")
+    return out
+
+
+def _chat_tool(tool: dict) -> dict:
+    schema = dict(tool.get("input_schema") or {})
+    schema.setdefault("type", "object")
+    return {"type": "function", "function": {
+        "name": tool["name"], "description": str(tool.get("description") or ""),
+        "parameters": schema}}
+
+
+def _offered(tools: dict, found: Sequence[str]) -> list:
+    "Deferred tools come behind the others once a search has found them."
+    now = [t for t in tools.values() if t.get("defer_loading") is not True]
+    later = [tools[name] for name in dict.fromkeys(found)
+             if name in tools and tools[name].get("defer_loading") is True]
+    return [_chat_tool(t) for t in now + later]
+
+
+def _tool_choice(given: Any, tools: list) -> dict:
+    """tool_choice and what else follows from it.
+
+    llama-server takes only words here, so a named tool is required by offering no
+    other; that changes the head of the prompt, for this ask alone.
+    """
+    if given is None:
+        return {}
+    kind = need_object(given, "tool_choice").get("type")
+    out: dict = {}
+    if given.get("disable_parallel_tool_use") is True:
+        out["parallel_tool_calls"] = False
+    if kind in ("any", "tool"):
+        if not tools:
+            raise bad_at("tool_choice", f"{kind!r} needs tools")
+        out["tool_choice"] = "required"
+    if kind == "tool":
+        name = need_text(given.get("name"), "tool_choice.name")
+        out["tools"] = [t for t in tools if t["function"]["name"] == name]
+        if not out["tools"]:
+            raise bad_at("tool_choice.name", f"no tool is called {name[:80]!r}")
+    elif kind == "none":
+        out["tool_choice"] = "none"
+    elif kind not in ("any", "auto"):
+        raise bad_at("tool_choice.type", f"{kind!r} is none of auto, any, tool, none")
+    return out
+
+
+def _number(body: dict, name: str, whole: bool = False) -> dict:
+    value = body.get(name)
+    if value is None:
+        return {}
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) \
+            or not 0 <= value < 1e18:        # 1e999 is read as infinity
+        kind = "whole number" if whole else "number"
+        raise bad_at(name, f"{value!r} is no {kind} from 0 on")
+    return {name: value}
+
+
+def _stops(body: dict) -> dict:
+    """The engine cuts the stop text off and says `stop` for it as for the end of a
+    turn; only its verbose part names the one that matched."""
+    given = body.get("stop_sequences")
+    if given is None:
+        return {}
+    if not isinstance(given, list) or not all(isinstance(s, str) for s in given):
+        raise bad_at("stop_sequences", "a list of texts expected")
+    stops = [s for s in given if s]
+    return {"stop": stops, "verbose": True, "response_fields": ["stopping_word"]} \
+        if stops else {}
+
+
+def _thinking(body: dict) -> dict:
+    "Template variables and budget; `adaptive` and what is new mean the default."
+    variables = body.get("chat_template_kwargs")
+    variables = dict(variables) if isinstance(variables, dict) else {}
+    out: dict = {}
+    given = body.get("thinking")
+    kind = need_object(given, "thinking").get("type") if given is not None else None
+    if kind == "enabled":
+        variables["enable_thinking"] = True
+        budget = given.get("budget_tokens")
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
+            raise bad_at("thinking.budget_tokens", f"{budget!r} is no number of tokens")
+        out["thinking_budget_tokens"] = budget
+    elif kind == "disabled":
+        variables["enable_thinking"] = False
+    if variables:
+        out["chat_template_kwargs"] = variables
+    return out
+
+
+def _output(body: dict, takes: Takes) -> dict:
+    "output_config: an effort for templates that print one, a schema for the reply."
+    given = body.get("output_config")
+    config = need_object(given, "output_config") if given is not None else {}
+    out: dict = {}
+    effort = config.get("effort")
+    if takes.effort and isinstance(effort, str):
+        out["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    wanted = config.get("format") or body.get("output_format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        schema = need_object(wanted.get("schema"), "output_config.format.schema")
+        out["response_format"] = {"type": "json_schema", "json_schema": {
+            "name": "reply", "schema": schema, "strict": True}}
+    return out
+
+
+def _session(body: dict, messages: list, tools: list) -> str:
+    """A key for the turns of one conversation, "" when the client named none.
+
+    Claude's session is in `metadata.user_id` (JSON, formerly `..._session_ID`).  Its
+    sub-agents share it: head and first user message tell them apart.
+    """
+    given = body.get("metadata")
+    user = given.get("user_id") if isinstance(given, dict) else None
+    if not isinstance(user, str):
+        return ""
+    try:
+        told = json.loads(user).get("session_id")
+    except (ValueError, AttributeError, RecursionError):
+        told = (re.findall(r"_session_([\w-]+)$", user) or [None])[0]
+    if not isinstance(told, str) or not told:
+        return ""
+    first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+    head = dump_json([tools, messages[:first + 1]], "tools")
+    h = hashlib.blake2b(head.encode("utf-8", "replace"), digest_size=8)
+    return f"{told[:200]}:{h.hexdigest()}"
+
+
+def anthropic_to_chat(body: Any, takes: Takes = Takes()) -> dict:
+    """The chat body that means what a /v1/messages body means.
+
+    Unknown fields and blocks are ignored; BadAsk names the place of what cannot be
+    meant.  `toki` and `chat_template_kwargs` pass through.
+    """
+    body = need_object(body, "body")
+    tools = _tools_by_name(body.get("tools"))
+    reader = _Reader(takes, tools)
+    messages = _prefill(chat_messages(
+        reader.items(body.get("system"), body.get("messages")), takes))
+    out: dict = {"messages": messages}
+    offered = _offered(tools, reader.found)
+    if offered:
+        out["tools"] = offered
+    out.update(_tool_choice(body.get("tool_choice"), offered))
+    out.update(_number(body, "max_tokens", whole=True))
+    for name in ("temperature", "top_p", "top_k"):
+        out.update(_number(body, name, whole=name == "top_k"))
+    for more in (_stops(body), _thinking(body), _output(body, takes)):
+        out.update(more)
+    for name in ("model", "stream", "toki"):
+        if name in body:
+            out[name] = body[name]
+    if body.get("stream") is True:
+        out["stream_options"] = {"include_usage": True}
+    key = _session(body, messages, offered)
+    if key:
+        out["prompt_cache_key"] = key
+    return out
+
+
+def _prefill(messages: list) -> list:
+    """A last assistant turn is continued: without the spaces at its end, which would
+    split its last word, and not at all when nothing is left."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant":
+        text = last["content"].rstrip()
+        rest = [dict(last, content=text)] if text or "reasoning_content" in last else []
+        messages = messages[:-1] + rest
+    if not any(m["role"] != "system" for m in messages):
+        raise bad_at("messages", "there is nothing to answer")
+    return messages
+
+
+# ---- the reply -------------------------------------------------------------------
+def _usage(event: dict) -> Optional[tuple]:
+    "(prompt, cached, output) tokens that an event or reply knows, None without any."
+    u, t, p = (event.get(k) for k in ("usage", "timings", "prompt_progress"))
+    if isinstance(u, dict):
+        details = u.get("prompt_tokens_details") or {}
+        return (u.get("prompt_tokens") or 0, details.get("cached_tokens") or 0,
+                u.get("completion_tokens") or 0)
+    if isinstance(t, dict):
+        cached = t.get("cache_n") or 0
+        return cached + (t.get("prompt_n") or 0), cached, t.get("predicted_n") or 0
+    if isinstance(p, dict):
+        return p.get("total") or 0, p.get("cache") or 0, 0
+    return None
+
+
+def _usage_object(tokens: tuple) -> dict:
+    """Anthropic counts what was read from the cache apart; clients add the three
+    input figures, so their sum must be the prompt."""
+    prompt, cached, output = tokens
+    cached = min(cached, prompt)
+    return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached, "output_tokens": output}
+
+
+def _stopping_word(event: dict) -> str:
+    told = event.get("__verbose")
+    word = told.get("stopping_word") if isinstance(told, dict) else None
+    return word if isinstance(word, str) else ""
+
+
+def _stop(finish: Optional[str], word: str, called: bool, request: Request,
+          n_output: int) -> tuple:
+    "(stop_reason, stop_sequence).  A length below the limit asked for is the window's."
+    if finish == "length":
+        capped = request.limit is not None and n_output >= request.limit
+        return ("max_tokens" if capped else "model_context_window_exceeded"), None
+    if called:
+        return "tool_use", None
+    if finish == "content_filter":
+        return "refusal", None
+    if word and word in (request.body.get("stop") or ()):
+        return "stop_sequence", word
+    return "end_turn", None
+
+
+def _call_id(message_id: str, n: int) -> str:
+    "An id for a call whose backend gave none, or one that was there already."
+    return "toolu_" + hashlib.blake2b(f"{message_id} {n}".encode(),
+                                      digest_size=12).hexdigest()
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\n".encode() + sse(dict({"type": kind}, **fields))
+
+
+class _Call:
+    "A tool call on its way: what was told of it, and what is still to be passed on."
+
+    def __init__(self) -> None:
+        self.id = self.name = self.waiting = ""
+        self.told: list = []             # the pieces passed on
+        self.open = self.done = False
+
+    def hear(self, piece: dict) -> None:
+        "Take in a piece.  Some backends repeat the name, some send it in parts."
+        function = piece.get("function") or {}
+        name, text = function.get("name") or "", function.get("arguments")
+        self.id = self.id or str(piece.get("id") or "")
+        if not self.open and name != self.name:
+            self.name += name
+        if text:
+            self.waiting += text if isinstance(text, str) else json.dumps(text)
+
+    def pass_on(self) -> str:
+        text, self.waiting = self.waiting, ""
+        self.told.append(text)
+        return text
+
+    def whole(self) -> bool:
+        "Is what was told so far a complete object?"
+        last = self.waiting or (self.told[-1] if self.told else "")
+        return last.rstrip().endswith("}") and \
+            _object("".join(self.told) + self.waiting) is not None
+
+
+class AnthropicStream:
+    """Chat chunks in, Messages events out, in an order that the SDKs accept.
+
+    `begin` before every attempt at the engine, `feed` each parsed event (also those
+    with prompt_progress: the first one's figures go into message_start), `finish`
+    behind the last one.  `heartbeat` at any time; the first opens the message.  Each
+    returns a list of whole events.  `opened`: the client has content that cannot be
+    taken back.
+
+    One block is open at a time.  White space in front of a block is kept back until
+    something follows, so that none opens for it alone.  Of calls whose pieces come
+    mixed, the later ones wait until the earlier is complete.
+    """
+
+    def __init__(self, request: Request, message_id: str, model: str = ""):
+        self.request, self.id = request, message_id
+        self.model = request.model or model
+        self.started, self.opened, self.index = False, False, -1
+        self.begin()
+
+    def begin(self, n_prompt: int = 0, n_cached: int = 0) -> None:
+        "A new attempt; what is expected of it stands in for what is not yet known."
+        self.kind = ""                   # of the open block
+        self.held = {"thinking": "", "text": ""}
+        self.echo = _prefilled(self.request)
+        self.calls: list = []            # in the order of their first pieces
+        self.at = 0                      # the call whose turn it is
+        self.by_index: dict = {}
+        self.finish_reason: Optional[str] = None
+        self.word = ""
+        self.cache: Optional[dict] = None
+        self.tokens = (n_prompt, n_cached, 0)
+
+    # ---- what the gateway calls ---------------------------------------------
+    def feed(self, event: dict) -> list:
+        "The client's events for one event of the chat stream."
+        self.tokens = _usage(event) or self.tokens
+        self.word = _stopping_word(event) or self.word
+        self.cache = event.get("cache", self.cache)
+        out = self._start()
+        if "prompt_progress" in event:   # rides on a role chunk without content
+            return out
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if self.request.limit != 0:  # 0: the client only warms the cache
+                out += self._delta(delta)
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        return out
+
+    def finish(self) -> list:
+        "Close what is open and end the message."
+        out = self._start() + self._drain(last=True) + self._close()
+        if self.index < 0 and self.request.limit != 0:
+            held = self.held["text"]
+            out += self._open("text", {"type": "text", "text": ""})
+            out += self._say_delta(held) if held else []
+            out += self._close()
+        reason, word = _stop(self.finish_reason, self.word, bool(self.calls),
+                             self.request, self.tokens[2])
+        last: dict = {"delta": {"stop_reason": reason, "stop_sequence": word},
+                      "usage": _usage_object(self.tokens)}
+        if self.cache is not None:
+            last["cache"] = self.cache
+        return out + [_event("message_delta", **last), _event("message_stop")]
+
+    def heartbeat(self, note: Optional[dict] = None) -> list:
+        "A ping; `note` goes under \"toki\", which every client overlooks."
+        return self._start() + [_event("ping", **({"toki": note} if note else {}))]
+
+    def error(self, error: TokiError, request_id: str = "") -> list:
+        "The error inside a stream that has begun; nothing may follow it."
+        return [_event("error", **anthropic_error(error, request_id)[1])]
+
+    # ---- blocks ---------------------------------------------------------------
+    def _start(self) -> list:
+        if self.started:
+            return []
+        self.started = True
+        usage = _usage_object((*self.tokens[:2], 0))
+        return [_event("message_start", message={
+            "id": self.id, "type": "message", "role": "assistant",
+            "model": self.model, "content": [], "stop_reason": None,
+            "stop_sequence": None, "usage": usage}), _event("ping")]
+
+    def _delta(self, delta: dict) -> list:
+        thoughts = delta.get("reasoning_content") or delta.get("reasoning")
+        out = self._say("thinking", thoughts) if isinstance(thoughts, str) else []
+        if isinstance(delta.get("content"), str):
+            out += self._say("text", delta["content"])
+        for piece in delta.get("tool_calls") or ():
+            out += self._piece(piece)
+        return out
+
+    def _say(self, kind: str, text: str) -> list:
+        if self.kind == kind:
+            return self._say_delta(text) if text else []
+        text, self.echo[kind] = _unechoed(self.held[kind] + text, self.echo[kind])
+        if self.echo[kind] or not text.strip():
+            self.held[kind] = text
+            return []
+        self.held[kind] = ""
+        block = {"type": "text", "text": ""} if kind == "text" else \
+            {"type": "thinking", "thinking": "", "signature": ""}
+        return self._drain(last=True) + self._open(kind, block) + self._say_delta(text)
+
+    def _say_delta(self, text: str) -> list:
+        kind, field = {"text": ("text_delta", "text"),
+                       "thinking": ("thinking_delta", "thinking"),
+                       "tool_use": ("input_json_delta", "partial_json")}[self.kind]
+        return [_event("content_block_delta", index=self.index,
+                       delta={"type": kind, field: text})]
+
+    def _open(self, kind: str, block: dict) -> list:
+        out = self._close()
+        self.kind, self.opened = kind, True
+        self.index += 1
+        return out + [_event("content_block_start", index=self.index,
+                             content_block=block)]
+
+    def _close(self) -> list:
+        if not self.kind:
+            return []
+        out = []
+        if self.kind == "thinking":
+            out.append(_event("content_block_delta", index=self.index, delta={
+                "type": "signature_delta", "signature": _SIGNATURE}))
+        self.kind = ""
+        return out + [_event("content_block_stop", index=self.index)]
+
+    # ---- calls ------------------------------------------------------------------
+    def _piece(self, piece: dict) -> list:
+        """Pieces are tied by index alone (F-01), but another id with a name under a
+        known index is another call (F-03)."""
+        index, name = piece.get("index", 0), (piece.get("function") or {}).get("name")
+        call = self.by_index.get(index)
+        if call is None or (name and call.id and piece.get("id")
+                            and piece["id"] != call.id):
+            call = self.by_index[index] = _Call()
+            self.calls.append(call)
+        if not call.done:
+            call.hear(piece)
+        return self._drain()
+
+    def _drain(self, last: bool = False) -> list:
+        "Pass on what the call whose turn it is has; the next one when it is whole."
+        out = []
+        while self.at < len(self.calls):
+            call = self.calls[self.at]
+            whole = last or (self.at + 1 < len(self.calls) and call.whole())
+            if not call.open and (call.waiting or last):
+                out += self._open_call(call)
+            if call.open and call.waiting:
+                out += self._say_delta(call.pass_on())
+            if not whole:
+                break
+            if not any(text.strip() for text in call.told):
+                out += self._say_delta("{}")
+            call.done = True
+            self.at += 1
+            out += self._close()
+        return out
+
+    def _open_call(self, call: _Call) -> list:
+        call.open = True
+        if not call.id or any(c.id == call.id for c in self.calls[:self.at]):
+            call.id = _call_id(self.id, self.at)
+        return self._open("tool_use", {"type": "tool_use", "id": call.id,
+                                       "name": call.name, "input": {}})
+
+
+def _prefilled(request: Request) -> dict:
+    "The beginning of the reply that the client itself wrote, by kind of block."
+    last = (request.body.get("messages") or [{}])[-1]
+    mine = last if last.get("role") == "assistant" else {}
+    return {"text": mine.get("content") or "",
+            "thinking": mine.get("reasoning_content") or ""}
+
+
+def _unechoed(text: str, echo: str) -> tuple:
+    """(text without the prefilled beginning, what of it may still come).
+
+    The engine repeats the beginning in its reply; the client has it already.
+    """
+    if len(text) < len(echo) and echo.startswith(text):
+        return text, echo
+    return (text[len(echo):] if text.startswith(echo) else text), ""
+
+
+def _object(text: str) -> Optional[dict]:
+    "The object that a model's arguments mean; None when they mean none."
+    try:
+        value = json.loads(text, strict=False)   # models write newlines into strings
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _uses(calls: Sequence[dict], message_id: str) -> tuple:
+    "(tool_use blocks, notes about arguments that are no JSON)."
+    uses, notes, seen = [], [], set()
+    for n, call in enumerate(calls):
+        function = call.get("function") or {}
+        text = function.get("arguments") or "{}"
+        given = text if isinstance(text, dict) else _object(str(text))
+        if given is None:
+            notes.append(f"[the arguments of {function.get('name')} are no JSON: "
+                         f"{str(text)[:200]}]")
+        call_id = call.get("id")
+        if not call_id or call_id in seen:
+            call_id = _call_id(message_id, n)
+        seen.add(call_id)
+        uses.append({"type": "tool_use", "id": call_id,
+                     "name": function.get("name") or "", "input": given or {}})
+    return uses, notes
+
+
+def _reply_blocks(message: dict, message_id: str, echo: dict) -> list:
+    "Content blocks of a whole chat message, in the order of a stream's."
+    uses, notes = _uses(message.get("tool_calls") or (), message_id)
+    out: list = []
+    thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
+    thoughts = _unechoed(thoughts, echo["thinking"])[0]
+    if thoughts.strip():
+        out.append({"type": "thinking", "thinking": thoughts, "signature": _SIGNATURE})
+    text = _unechoed(message.get("content") or "", echo["text"])[0]
+    if notes:
+        text = "\n".join(([text] if text.strip() else []) + notes)
+    if text.strip() or not (out or uses):
+        out.append({"type": "text", "text": text})
+    return out + uses
+
+
+def anthropic_reply(reply: dict, request: Request, message_id: str,
+                    model: str = "") -> dict:
+    "The plain message out of a whole chat reply; its `cache` object comes along."
+    choice = reply["choices"][0]
+    message = choice.get("message") or {}
+    tokens = _usage(reply) or (0, 0, 0)
+    blocks = [] if request.limit == 0 else _reply_blocks(
+        message, message_id, _prefilled(request))
+    reason, word = _stop(choice.get("finish_reason"), _stopping_word(reply),
+                         bool(message.get("tool_calls")), request, tokens[2])
+    out = {"id": message_id, "type": "message", "role": "assistant",
+           "model": request.model or model or reply.get("model") or "",
+           "content": blocks, "stop_reason": reason, "stop_sequence": word,
+           "usage": _usage_object(tokens)}
+    if "cache" in reply:
+        out["cache"] = reply["cache"]
+    return out
+
+
+def count_tokens_reply(n: int) -> dict:
+    return {"input_tokens": n}
+
+
+def anthropic_models(entries: Sequence[dict]) -> dict:
+    "The model list; its entries carry Anthropic's names beside OpenAI's."
+    return {"data": list(entries), "has_more": False,
+            "first_id": entries[0]["id"] if entries else None,
+            "last_id": entries[-1]["id"] if entries else None}
+
+
+# ---- errors ----------------------------------------------------------------------
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          413: "request_too_large", 429: "rate_limit_error", 501: "not_supported",
+          504: "timeout_error", 529: "overloaded_error"}
+_PASSING = (408, 409, 429)   # refusals that may succeed when repeated
+
+
+def _status_and_type(error: TokiError) -> tuple:
+    status = error.status
+    if status == 503 and isinstance(error, Busy):
+        status = 529
+    if status == 503 and (error.code == "model_loading"
+                          or error.kind == "unavailable_error"):
+        return status, "overloaded_error"
+    other = "api_error" if status >= 500 else "invalid_request_error"
+    return status, _TYPES.get(status, other)
+
+
+def anthropic_error(error: TokiError, request_id: str = "") -> tuple:
+    """(status, envelope).  Agents compact when they read "prompt is too long" with
+    both numbers, so that message stands alone."""
+    status, kind = _status_and_type(error)
+    n, most = error.extra.get("n_prompt_tokens"), error.extra.get("n_ctx")
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {n} tokens > {most} maximum" if n and most \
+            else "prompt is too long"
+    else:
+        message = scrub(error.message + (f" ({error.hint})" if error.hint else ""))
+    out: dict = {"type": "error", "error": {"type": kind, "message": message}}
+    if request_id:
+        out["request_id"] = request_id
+    return status, out
+
+
+def anthropic_headers(error: Optional[TokiError] = None, request_id: str = "") -> dict:
+    "Headers of an answer; for an error also whether a repetition has any sense."
+    out = {"request-id": request_id} if request_id else {}
+    if error is not None:
+        status = _status_and_type(error)[0]
+        if error.retry_s:
+            out["Retry-After"] = str(max(1, round(error.retry_s)))
+        if status == 501 or (status < 500 and status not in _PASSING):
+            out["x-should-retry"] = "false"
+    return out
+
+
+ANTHROPIC = Dialect(anthropic_to_chat, AnthropicStream, anthropic_reply,
+                    anthropic_error, anthropic_headers)
+
+
+# ============================================================================
+# 10. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
 #    Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
 #    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
@@ -1857,7 +2826,7 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 
 
 # ============================================================================
-# 9. DECIDE - which slot, what is destroyed, and why.
+# 11. DECIDE - which slot, what is destroyed, and why.
 #    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
 #    usable_snap, must_extend, incomplete, estimate_ms, p_return, learn_kind,
 #    pool_size, SLICE, P_CRASH.  pure and total: always a plan, always a why.
@@ -2314,7 +3283,7 @@ def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
 
 
 # ============================================================================
-# 10. WHY - why were these tokens computed, though something like them was known?
+# 12. WHY - why were these tokens computed, though something like them was known?
 #    uses: TOKENS.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the text of
 #    tokens comes from a callable.
 #
@@ -2655,7 +3624,7 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 
 # ============================================================================
-# 11. GGUF - what a model file's header says about memory.
+# 13. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -2868,7 +3837,7 @@ def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
 
 
 # ============================================================================
-# 12. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 14. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -3216,7 +4185,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
-# 13. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 15. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term.
 # ============================================================================
 log = logging.getLogger("toki")
@@ -3533,7 +4502,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 14. MACHINE - where state lives; memory; who runs.
+# 16. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
 #    local_token, start_logging, cpu_count.
 # ============================================================================
@@ -3637,7 +4606,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 15. ENGINE - one llama-server: talk, probe, start, watch, stop.
+# 17. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
 #    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context,
 #    crash_remedy.
@@ -4147,7 +5116,7 @@ class EngineProcess:
 
 
 # ============================================================================
-# 16. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+# 18. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
 #    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, LEDGER_SCHEMA.
 #
 #    One thread owns the database; asks hand it rows and never wait.
@@ -4313,7 +5282,7 @@ class Ledger:
 
 
 # ============================================================================
-# 17. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 19. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -4839,7 +5808,7 @@ class Shelf:
 
 
 # ============================================================================
-# 18. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 20. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -4978,7 +5947,7 @@ class Prompter:
 
 
 # ============================================================================
-# 19. MOVES - state from slot to shelf and back, under a lease.
+# 21. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
@@ -5306,7 +6275,7 @@ class Mover:
 
 
 # ============================================================================
-# 20. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 22. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY, GGUF, EDGES,
 #    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
 # ============================================================================
@@ -6205,7 +7174,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 21. CERTIFY - may restored contexts be trusted here?
+# 23. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
 #    offers: certify, canary, judge_trials, Auditor.
 #
@@ -6435,7 +7404,7 @@ class Auditor:
 
 
 # ============================================================================
-# 22. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 24. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, TOKENS, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER, CERTIFY.
 #    offers: Desk, DESK_VERBS.
 # ============================================================================
@@ -6719,7 +7688,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 23. HTTP - framing, limits, deadlines: a server made of http.server.
+# 25. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -6843,6 +7812,7 @@ class Exchange:
         self.method = handler.command
         target = urllib.parse.urlsplit(handler.path)
         self.path, self.query = target.path, urllib.parse.parse_qs(target.query)
+        self.asked = target.path         # as it came; `path` is made normal
         self.headers = {k.lower(): v for k, v in handler.headers.items()}
         self.peer = handler.client_address[0]
         self.began = time.monotonic()
@@ -7120,9 +8090,9 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 24. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, WIRE, BOOK, EDGES, MACHINE, ENGINE, MOVES, KEEPER, DESK,
-#    HTTP.  offers: Gateway, ROUTES, Route, prometheus.
+# 26. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, WIRE, TURNS, ANTHROPIC, BOOK, EDGES, MACHINE, ENGINE,
+#    MOVES, KEEPER, DESK, HTTP.  offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
 class Route(NamedTuple):
     method: str
@@ -7137,6 +8107,11 @@ ROUTES = (
     Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
     Route("POST", "/v1/embeddings", "open", "embeddings",
           "embeddings, on an engine given for them"),
+    Route("POST", "/v1/messages", "token", "messages",
+          "Anthropic messages; every route also under /anthropic"),
+    Route("POST", "/v1/messages/count_tokens", "token", "count_tokens",
+          "tokens of a messages body, nothing computed"),
+    Route("GET", "/api/hello", "open", "hello", "a client's first look"),
     Route("GET", "/v1/models", "open", "models",
           "the served model and its true context"),
     Route("GET", "/v1/models/{id}", "open", "model", "one model"),
@@ -7159,11 +8134,18 @@ ROUTES = (
 def normal_path(path: str) -> str:
     "One spelling for a path: //v1//models/ and /v1/v1/models mean the plain one."
     parts = [p for p in urllib.parse.unquote(path).split("/") if p]
+    parts = parts[1:] if parts[:1] == ["anthropic"] else parts
     while len(parts) > 1 and parts[0] == parts[1] == "v1":
         parts.pop(0)
     if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"]):
         parts.insert(0, "v1")
     return "/" + "/".join(parts)
+
+
+def dialect_of(path: str) -> Optional[Dialect]:
+    "Whose words a path is answered in; None: OpenAI's."
+    own = path.lstrip("/").startswith("anthropic/")
+    return ANTHROPIC if own or normal_path(path).startswith("/v1/messages") else None
 
 
 def prometheus(state: dict) -> str:
@@ -7187,6 +8169,7 @@ class _Reply:
 
     def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
         self.gateway, self.x, self.request = gateway, x, request
+        self.dialect = dialect_of(x.asked)
         self.keeper = gateway.keeper
         self.index = 0                   # of the ask being answered
         self.ttft_ms: Optional[float] = None
@@ -7278,6 +8261,9 @@ class _PlainReply(_Reply):
         if self.request.model:
             reply["model"] = self.request.model
         reply["cache"] = self.cache
+        if self.dialect is not None:
+            reply = self.dialect.reply(reply, self.request, self.gateway.new_id("msg"),
+                                       self.gateway.model_name())
         self.x.send_json(200, reply)
 
     def fail(self, error: TokiError) -> None:
@@ -7339,7 +8325,10 @@ class _StreamReply(_Reply):
                      note["waiting_for"], fmt_ms(estimate))
         if not self.x.committed:
             self.x.begin()
-        self.x.write(heartbeat_chunk(self.request.route, self.head, note))
+        self.x.write(self._beat(note))
+
+    def _beat(self, note: Optional[dict]) -> bytes:
+        return heartbeat_chunk(self.request.route, self.head, note)
 
     def feed(self, data: bytes, lease: Lease, end: bool = False) -> None:
         events = self.splitter.close() if end else self.splitter.feed(data)
@@ -7440,6 +8429,59 @@ class _StreamReply(_Reply):
         self.x.end()
 
 
+class _ToldReply(_StreamReply):
+    "A stream in another dialect: each event is parsed and told anew."
+
+    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
+        super().__init__(gateway, x, request)
+        self.teller = self.dialect.stream(request, gateway.new_id("msg"),
+                                          gateway.model_name())
+
+    @property
+    def started(self) -> bool:
+        return self.teller.opened
+
+    def start(self, lease: Lease, many: int) -> None:
+        super().start(lease, many)
+        self.teller.begin(len(lease.prompt.tokens) if lease.prompt else 0,
+                          lease.plan.expect)
+
+    def _beat(self, note: Optional[dict]) -> bytes:
+        return b"".join(self.teller.heartbeat(note))
+
+    def _event(self, raw: bytes, lease: Lease) -> bytes:
+        payload = event_payload(raw)
+        if payload is None or payload == b"[DONE]":
+            return b""
+        event = json.loads(payload.decode("utf-8", "replace"))
+        if "error" in event:
+            raise stream_error(event, payload)
+        if "prompt_progress" in event:
+            self.progress(lease, event)
+            self.phase = "prefill"
+        else:
+            self.first_token()
+        timings = read_timings(event)
+        if timings and not event.get("choices"):
+            self.finished(lease, timings)
+            event["cache"] = self.cache
+        return b"".join(self.teller.feed(event))
+
+    def finish(self) -> None:
+        if not self.x.committed:
+            self.x.begin()
+        self.x.write(b"".join(self.teller.finish()))
+        self.x.end()
+
+    def fail(self, error: TokiError) -> None:
+        if not self.x.committed:
+            self.gateway.send_error(self.x, error)
+            return
+        self.x.hang_up()
+        self.x.write(b"".join(self.teller.error(error, self.gateway.new_id("req"))))
+        self.x.end()
+
+
 class Gateway:
     "The daemon's routes in front of one keeper."
 
@@ -7475,7 +8517,16 @@ class Gateway:
                 self.send_error(x, TokiError("toki failed inside", "see `toki logs`"))
             x.hang_up()
 
+    def new_id(self, prefix: str) -> str:
+        return f"{prefix}_{secrets.token_hex(12)}"
+
     def send_error(self, x: Exchange, error: TokiError) -> None:
+        dialect = dialect_of(x.asked)
+        if dialect is not None:
+            name = self.new_id("req")
+            status, envelope = dialect.error(error, name)
+            x.send_json(status, envelope, dialect.headers(error, name))
+            return
         headers = {"Retry-After": str(max(1, round(error.retry_s)))} \
             if error.retry_s else {}
         x.send_json(error.status, error_object(error), headers)
@@ -7559,9 +8610,10 @@ class Gateway:
                                digest_size=6).hexdigest()
 
     def _serve(self, x: Exchange, kind: str) -> None:
-        request = parse_ask(kind, x.json(), x.headers, self._client_of(x))
+        request = self._read(x, kind)
         self._check_model(request)
-        reply = (_StreamReply if request.stream else _PlainReply)(self, x, request)
+        stream = _StreamReply if dialect_of(x.asked) is None else _ToldReply
+        reply = (stream if request.stream else _PlainReply)(self, x, request)
         asks = fan_out(request)
         try:
             for reply.index, ask in enumerate(asks):
@@ -7573,6 +8625,38 @@ class Gateway:
             self.keeper.failed("failed")
             log.info("%s failed: %s %s", kind, error.status, scrub(error.message)[:200])
             reply.fail(error)
+
+    def _read(self, x: Exchange, kind: str) -> Request:
+        dialect, body = dialect_of(x.asked), x.json()
+        if dialect is not None:
+            body = dialect.read(body, self._takes())
+            x.extra.update(dialect.headers(None, self.new_id("req")))
+        return parse_ask(kind, body, x.headers, self._client_of(x))
+
+    def _takes(self) -> Takes:
+        info = self.keeper.engine.info
+        if info is None:
+            return Takes()
+        return Takes(info.vision,
+                     effort=bool(info.template.get("supports_reasoning_effort")))
+
+    def _messages(self, x: Exchange) -> None:
+        self._serve(x, "chat")
+
+    def _count_tokens(self, x: Exchange) -> None:
+        request = self._read(x, "chat")
+        self._need_engine()
+        try:
+            prompt = self.keeper.prompter.prepare(request, core_json(request))
+            n = len(prompt.tokens) if prompt is not None else 0
+        except BadAsk as error:
+            n = error.extra.get("n_prompt_tokens", 0)
+        if not n:
+            raise Missing("the tokens of this cannot be counted here", status=501)
+        x.send_json(200, count_tokens_reply(n))
+
+    def _hello(self, x: Exchange) -> None:
+        x.send_json(200, {"status": "ok"})
 
     def _check_model(self, request: Request) -> None:
         info = self.keeper.engine.info
@@ -7729,7 +8813,7 @@ class Gateway:
 
     def _models(self, x: Exchange) -> None:
         self._need_engine()
-        x.send_json(200, {"object": "list", "data": [self._model_entry()]})
+        x.send_json(200, dict(anthropic_models([self._model_entry()]), object="list"))
 
     def _model(self, x: Exchange) -> None:
         self._need_engine()
@@ -7806,7 +8890,7 @@ class Gateway:
 
 
 # ============================================================================
-# 25. INSTALL - get an engine and a starter model.
+# 27. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
 #    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
 #    OFFLINE_HINT.
@@ -8099,7 +9183,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 26. STACK - up, down, status: engine and daemon as one thing.
+# 28. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER,
 #    CERTIFY, HTTP, GATEWAY, INSTALL.  offers: Daemon, running_daemon, stack_up,
 #    stack_down, daemon_json, self_check, status_text, why_text, cache_stats.
@@ -8628,7 +9712,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 27. BENCH - toki's own cost, soak, and the everyday situations.
+# 29. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
 #    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
@@ -9153,7 +10237,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 28. DOCTOR - is everything fit, and if not, what to do.
+# 30. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -9254,7 +10338,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 29. COMMANDS - one function per subcommand, then main.
+# 31. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
