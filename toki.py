@@ -7422,6 +7422,7 @@ DESK_VERBS = {
     "export": "put snapshots into one archive",
     "import": "take the snapshots of an archive, after checks",
 }
+_PATIENCE_S = 10.0           # for slots that work, all together
 _MANIFEST = "manifest.json"
 _MANIFEST_MOST = 64 << 20
 
@@ -7468,19 +7469,26 @@ class Desk:
             raise BadAsk(f"{label!r} is no name for a save", "use letters, digits and "
                          "._:+- , at most 64")
         saved, busy = [], 0
+        end = self.edges.clock.now() + _PATIENCE_S
         for number in range(len(self.keeper.book.slots)):
-            with self.keeper.resting(number) as held:
-                if held is None:
-                    busy += 1
-                elif held:
-                    slot, tokens = held
-                    snap = self.keeper.mover.save(
-                        number, "context", tokens, slot.size + slot.tail, number, label,
-                        True)
-                    saved += [snap] if snap else []
+            snap = self._save_slot(number, label)
+            while snap is None and self.edges.clock.now() < end:
+                self.edges.clock.sleep(0.02)
+                snap = self._save_slot(number, label)
+            busy += snap is None
+            saved += [snap] if snap else []
         return {"name": label, "snapshots": len(saved), "busy_slots": busy,
                 "tokens": sum(s.held for s in saved),
                 "bytes": sum(s.n_bytes for s in saved)}
+
+    def _save_slot(self, number: int, label: str) -> Any:
+        "The snapshot of a slot, () when there is nothing to save, None while it works."
+        with self.keeper.resting(number) as held:
+            if not held:
+                return held
+            slot, tokens = held
+            return self.keeper.mover.save(number, "context", tokens, slot.size
+                                          + slot.tail, number, label, True) or ()
 
     def _restore(self, body: dict) -> dict:
         ref = self._ref(body)
