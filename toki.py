@@ -6520,7 +6520,10 @@ class Keeper:
                     self._idle_work()
             except Exception:                # a watcher must not die
                 log.exception("watching the engine failed")
-            if self.nudge.wait(max(0.05, look_at - self.edges.clock.now())):
+            now = self.edges.clock.now()
+            rest = self._ended_at + _REST_S - now        # saves are cheaper from then on
+            pause = min(look_at - now, rest + 0.01) if rest > 0 else look_at - now
+            if self.nudge.wait(max(0.05, pause)):
                 self.nudge.clear()
                 self.edges.clock.sleep(_GAP_S)   # who asks at once is not kept waiting
 
