@@ -6521,7 +6521,7 @@ class Keeper:
             except Exception:                # a watcher must not die
                 log.exception("watching the engine failed")
             now = self.edges.clock.now()
-            rest = self._ended_at + _REST_S - now        # saves are cheaper from then on
+            rest = self._ended_at + _REST_S - now    # saves are cheaper from then on
             pause = min(look_at - now, rest + 0.01) if rest > 0 else look_at - now
             if self.nudge.wait(max(0.05, pause)):
                 self.nudge.clear()
