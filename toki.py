@@ -5436,9 +5436,6 @@ class Shelf:
         except OSError:
             return ""
 
-    def expected_digest(self, snap_id: int) -> str:
-        return self._digests.get(snap_id, "")
-
     def use(self, snap_id: int) -> None:
         "A restore is under way: the file must stay."
         with self._lock:
@@ -6906,12 +6903,7 @@ class Keeper:
         "The slot holds the first `held` tokens of what it was borrowed for."
         with self.lock:
             lease.open = False
-            if lease.life == self.book.life:
-                if lease.slot is None:
-                    self._free_seat_locked(lease)
-                else:
-                    self.book.apply(Aborted(lease.seat, held, self.edges.clock.now()))
-            self._end_locked(lease)
+            self._let_go_locked(lease, held)
 
     @contextlib.contextmanager
     def resting(self, number: int) -> Any:
@@ -6953,6 +6945,15 @@ class Keeper:
             self.book.slots[lease.seat] = Slot(lease.seat, uses=s.uses,
                                                used_at=self.edges.clock.now())
 
+    def _let_go_locked(self, lease: Lease, held: Optional[int]) -> None:
+        "Without a settled reply: the slot holds `held` tokens now, None: unknown."
+        if lease.life == self.book.life:
+            if lease.slot is None:
+                self._free_seat_locked(lease)
+            else:
+                self.book.apply(Aborted(lease.seat, held, self.edges.clock.now()))
+        self._end_locked(lease)
+
     def _end_locked(self, lease: Lease) -> None:
         self.ended += 1
         donor = lease.plan.donor
@@ -6984,12 +6985,7 @@ class Keeper:
             if held and lease.prompt is not None:
                 self.book.counters.cancelled_tokens += max(
                     0, min(held, len(lease.prompt.tokens)) - (lease.cached or 0))
-            if lease.life == self.book.life:
-                if lease.slot is None:
-                    self._free_seat_locked(lease)
-                else:
-                    self.book.apply(Aborted(lease.seat, held, self.edges.clock.now()))
-            self._end_locked(lease)
+            self._let_go_locked(lease, held)
 
     def _wait_until_free(self, lease: Lease) -> Optional[int]:
         "Tokens in the slot once the engine has let go of it; None when unknown."
