@@ -6091,7 +6091,8 @@ class WhyRoom(Case):
         settings = {k: options.pop(k) for k in ("state", "shelf_dir") if k in options}
         memory = options.get("kind", "rewindable")
         fake = self.fake(**options)
-        d = self.daemon(fake, kind=memory, **settings)
+        # With STEADY and REPLAY many of these misses do not happen.
+        d = self.daemon(fake, kind=memory, steady="off", replay="off", **settings)
         return fake, d, Client(d)
 
     def ask(self, c, body, **more):
