@@ -902,9 +902,9 @@ def divergence_text(counts: dict) -> str:
 # ============================================================================
 # 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
-#    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings,
-#    Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error,
-#    scrub, prompt_size_error, split_tool_head.
+#    engine_json, over_room, Dechunker, EventSplitter, event_payload, Timings,
+#    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
+#    stream_error, scrub, prompt_size_error, split_tool_head.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -912,6 +912,8 @@ _CONTROLS = ("id_slot", "n_cache_reuse", "sse_ping_interval", "cache_prompt", "t
              "n", "n_cmpl", "return_progress")
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id",
                     "x-session-affinity", "x-session-id")
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
+_PARENT_HEADER = "x-parent-session-id"
 _ONE_SHOT_OUTPUT = 128       # a title asks for no more than this many tokens
 _MEDIA = ("image_url", "input_audio", "input_image", "video_url", "image", "audio")
 
@@ -938,6 +940,8 @@ class Request(NamedTuple):
     owner: str = ""              # whose replies may be put back: a digest
     steadied: tuple = ()         # what STEADY, REPLAY and FALLBACK changed
     sent: Optional[list] = None  # the messages as they came, where some were changed
+    family: str = ""             # of conversations that a client runs together
+    child: bool = False          # started by another conversation of its family
 
 
 def _digest(value: Any) -> str:
@@ -987,25 +991,43 @@ def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
     return value
 
 
-def _conversation(body: dict, headers: dict) -> tuple:
-    "(key, named by the client?): equal for all turns of one conversation."
-    tools = body.get("tools")
+def _opening_of(body: dict) -> str:
+    "A digest of the tools and of the messages up to the first user's."
+    h = hashlib.blake2b(_digest(body.get("tools")).encode(), digest_size=8)
+    for m in body["messages"]:
+        content = m.get("content")
+        h.update(content.encode("utf-8", "surrogatepass")
+                 if isinstance(content, str) else _digest(content).encode())
+        if m.get("role") == "user":
+            break
+    return h.hexdigest()
+
+
+def _session_of(body: dict, headers: dict) -> str:
+    "What the client calls its session, \"\" when it does not say."
     for name in _SESSION_HEADERS:
         if headers.get(name):
-            return _digest([name, headers[name], tools and _digest(tools)]), True
-    if isinstance(body.get("prompt_cache_key"), str):
-        return _digest(["key", body["prompt_cache_key"]]), True
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        h = hashlib.blake2b(_digest(tools).encode(), digest_size=8)
-        for m in messages:               # up to the first user message
-            content = m.get("content")
-            h.update(content.encode("utf-8", "surrogatepass")
-                     if isinstance(content, str) else _digest(content).encode())
-            if m.get("role") == "user":
-                break
-        return h.hexdigest(), False
-    return _digest(["text", str(body.get("prompt"))[:2000]]), False
+            return headers[name]
+    key = body.get("prompt_cache_key")
+    return key if isinstance(key, str) else ""
+
+
+def _conversation(body: dict, session: str) -> tuple:
+    """(key, named by the client?): equal for all turns of one conversation.
+
+    Sub-agents run under their parent's session, side by side with the same tools: what
+    they were told first, behind the dot, tells them apart.
+    """
+    opening = _opening_of(body) if isinstance(body.get("messages"), list) else ""
+    if session:
+        return _digest([session, body.get("tools")]) + "." + opening, True
+    return opening or _digest(["text", str(body.get("prompt"))[:2000]]), False
+
+
+def _forced_title(choice: Any) -> bool:
+    "Must the model call a tool that names the session (Grok)?"
+    function = choice.get("function") if isinstance(choice, dict) else None
+    return isinstance(function, dict) and "title" in str(function.get("name")).lower()
 
 
 def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
@@ -1014,12 +1036,14 @@ def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
     A one-shot is known by its shape: no tools, one user message, little output.
     """
     messages = body.get("messages") or []
+    if _forced_title(body.get("tool_choice")):
+        return "oneshot"
     if body.get("tools") or (named and len(messages) > 2):
         return "agent"
     turns = sum(m.get("role") == "user" for m in messages)
     size = sum(len(str(m.get("content") or "")) for m in messages)
-    structured = (body.get("response_format") or {}).get("type") == "json_schema" \
-        if isinstance(body.get("response_format"), dict) else False
+    structured = isinstance(body.get("response_format"), dict) \
+        and body["response_format"].get("type") == "json_schema"
     if messages and turns <= 1 and size < 2000 and len(messages) <= 2 and (
             structured or (limit is not None and limit <= _ONE_SHOT_OUTPUT)):
         return "oneshot"
@@ -1047,17 +1071,22 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         raise BadAsk(f"the mode is {mode!r}; 'cached' or 'raw' expected", param="toki")
     if route == "chat":
         _check_messages(body.get("messages"))
+        if body.get("functions"):
+            raise BadAsk("'functions' is the old form of 'tools', which is spoken here",
+                         "send tools and tool_choice", param="functions")
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise BadAsk("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
     elif body.get("prompt") is None:
         raise BadAsk("'prompt' is missing", param="prompt")
     n = _count(body, "n", 1, 128) or _count(body, "n_cmpl", 1, 128) or 1
     limit = None
-    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
+    for name in _LIMITS:
         if limit is None:
             limit = _count(body, name, -1, 1 << 31)
     limit = None if limit == -1 else limit
-    named_by, named = _conversation(body, headers)
+    session = _session_of(body, headers)
+    named_by, named = _conversation(body, session)
+    parent = headers.get(_PARENT_HEADER, "")
     kept = {k: v for k, v in body.items() if k not in _CONTROLS}
     if route == "chat":
         kept["messages"] = _plain_assistants(kept["messages"])
@@ -1072,7 +1101,9 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         model if isinstance(model, str) else "", bool(options.get("include_usage")),
         bool(body.get("return_progress")), n, named_by, named, client,
         _class_of(body, named, limit), route == "chat" and _has_media(body["messages"]),
-        limit, _digest(body["lora"]) if body.get("lora") else "")
+        limit, _digest(body["lora"]) if body.get("lora") else "",
+        family=_digest(["family", parent or session]) if parent or session else "",
+        child=bool(parent) and parent != session)
 
 
 def fan_out(request: Request) -> list:
@@ -1108,13 +1139,22 @@ def core_json(request: Request) -> bytes:
                           "utf-8", "replace")
 
 
-def engine_json(request: Request, core: bytes, slot: Optional[int]) -> bytes:
+def over_room(request: Request, room: Optional[int]) -> bool:
+    "Was more output asked for than fits behind the prompt?"
+    return room is not None and request.limit is not None and request.limit > room
+
+
+def engine_json(request: Request, core: bytes, slot: Optional[int],
+                room: Optional[int] = None) -> bytes:
     """The ask for the engine: always a stream with progress (the exit of a stream's
-    client is noticed at once, a plain one's only at its end), pinned to `slot`."""
+    client is noticed at once, a plain one's only at its end), pinned to `slot`, its
+    output limited to the `room` that the prompt leaves."""
     more: dict = {"stream": True, "return_progress": True,
                   "cache_prompt": not request.raw}
     if slot is not None:
         more["id_slot"] = slot
+    if over_room(request, room):
+        more.update((name, room) for name in _LIMITS if name in request.body)
     if request.include_usage or not request.stream:
         more["stream_options"] = dict(request.body.get("stream_options") or {},
                                       include_usage=True)
@@ -4337,6 +4377,7 @@ _NODE_BYTES = 420            # a block in the trie: hash, node and their dict en
 MOVE_FIXED_MS = 1.5          # of a save or restore, whatever the size
 _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
+_FAMILIES = 512              # of which the parents are remembered
 
 
 class Prompt(NamedTuple):
@@ -4372,6 +4413,7 @@ class Slot(NamedTuple):
     restored: int = 0        # tokens of the snapshot it came from: behind its window
     shelved: int = 0         # of `size`, tokens that a snapshot holds too
     lead: int = 0            # tokens that its ask computes ahead, and saves on the way
+    parent: str = ""         # the conversation that waits for this one
 
 
 class Snap(NamedTuple):
@@ -4608,6 +4650,7 @@ class Book:
         self.known: OrderedDict = OrderedDict()       # ask -> Known
         self.snaps: dict = {}                         # id -> Snap
         self.hot: OrderedDict = OrderedDict()    # last block hash of a head -> Hot
+        self.parents: OrderedDict = OrderedDict()    # family -> conversation
         self.budget, self.known_bytes = budget, 0
 
     # ---- events -----------------------------------------------------------
@@ -4637,7 +4680,21 @@ class Book:
             e.request.klass, e.at, old.uses + 1,
             tuple(m for m in old.marks if m <= kept), e.request.limit,
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
-            e.lead)
+            e.lead, self._parent(e.request))
+
+    def _parent(self, request: Request) -> str:
+        """The conversation that waits while this ask runs: the first agent of its
+        family, since an agent sees to its children before it goes on."""
+        if not request.family or request.klass != "agent":
+            return ""
+        if not request.child:
+            self.parents.setdefault(request.family, request.conversation)
+        if request.family in self.parents:
+            self.parents.move_to_end(request.family)
+        while len(self.parents) > _FAMILIES:
+            self.parents.popitem(last=False)
+        parent = self.parents.get(request.family, "")
+        return parent if parent != request.conversation else ""
 
     def _retire(self, old: Slot, e: Dispatched) -> None:
         "Remember whose tail is being cut, to learn whether that was wise."
@@ -4837,7 +4894,7 @@ class Book:
             for m in self.trie.match(prompt.tokens, prompt.hashes,
                                      limit=len(self.slots) + 8):
                 lengths[m.holder] = m.length
-        out = []
+        out, waiting = [], {s.parent for s in self.slots if s.busy and s.parent}
         for s in self.slots:
             holder = (self.life, s.slot)
             match = lengths.get(holder)
@@ -4849,7 +4906,8 @@ class Book:
             both_named = s.named and request.named
             own = same if both_named or s.opaque else goes_on
             out.append(Option(s, match, own, prompt is not None
-                              and _leaves_inside(prompt, match), now - s.used_at,
+                              and _leaves_inside(prompt, match),
+                              0.0 if s.conversation in waiting else now - s.used_at,
                               pooled.get(s.slot, 0)))
         return out
 
@@ -5465,6 +5523,11 @@ def _known_again(mine: Tokens, theirs: Tokens, start: int) -> int:
     return n
 
 
+def _thread(ask: Ask) -> str:
+    "What a client's summary of a conversation shares with the conversation."
+    return ask.conversation.partition(".")[0]
+
+
 def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
     """(the earlier ask that had most of this one's tokens, those in common from the
     start); (None, ...) when none had much.
@@ -5478,7 +5541,7 @@ def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
     for number, common, p in found[-_LATEST:] + longest:
         if number not in rated:
             shared = max(common, len(mine & _runs(p.tokens).keys()))
-            own = BLOCK if p.conversation == ask.conversation else 0
+            own = BLOCK if _thread(p) == _thread(ask) else 0
             rated[number] = ((shared + own) // BLOCK, common, number, shared, p)
     if not rated:
         return None, 0
@@ -5555,7 +5618,7 @@ def _textual(ask: Ask, other: Ask, common: int, behind: int,
     ended = common >= (other.starts[-1] if other.starts else m - BLOCK // 4)
     if n - max(common, ask.reused) <= BLOCK // 4 or ended and not unused:
         return "none"                    # it goes on where the other ended
-    if number <= 1 and n < 0.6 * m and ask.conversation == other.conversation:
+    if number <= 1 and n < 0.6 * m and _thread(ask) == _thread(other):
         return "compaction"
     if ended or behind < _RUN:
         return "none" if not unused else "replay" if replay else "edited"
@@ -10023,6 +10086,30 @@ def _read_chunked(stream: Any, most: int) -> bytes:
     raise BadAsk("the body's trailer is malformed")
 
 
+def _too_large(most: int) -> BadAsk:
+    return BadAsk(f"the body unpacks to more than {fmt_bytes(most)}", status=413)
+
+
+def _unzstd(data: bytes, most: int) -> bytes:
+    "zstd, from Python 3.14 on."
+    try:
+        from compression import zstd
+    except ImportError:
+        raise BadAsk("content coding 'zstd' cannot be read by this Python",
+                     "send gzip, deflate or none; or run toki with Python 3.14",
+                     status=415) from None
+    worker = zstd.ZstdDecompressor()
+    try:
+        out = worker.decompress(data, most + 1)
+    except zstd.ZstdError:
+        out = b""
+    if len(out) > most:
+        raise _too_large(most)
+    if not worker.eof:
+        raise BadAsk("the zstd body is damaged or cut off")
+    return out
+
+
 def _decode(data: bytes, coding: str, most: int) -> bytes:
     """The body without its content coding; the limit holds for what comes out.
 
@@ -10031,6 +10118,8 @@ def _decode(data: bytes, coding: str, most: int) -> bytes:
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return data
+    if coding == "zstd":
+        return _unzstd(data, most)
     if coding not in ("gzip", "x-gzip", "deflate"):
         raise BadAsk(f"content coding {coding!r} cannot be read here",
                      "send gzip, deflate or none", status=415)
@@ -10039,8 +10128,7 @@ def _decode(data: bytes, coding: str, most: int) -> bytes:
             worker = zlib.decompressobj(wbits)
             out = worker.decompress(data, most + 1)
             if len(out) > most:
-                raise BadAsk(f"the body unpacks to more than {fmt_bytes(most)}",
-                             status=413)
+                raise _too_large(most)
             if worker.eof:
                 return out
         except zlib.error:
@@ -10771,6 +10859,7 @@ class Gateway:
             self._check_host(x)
             if self._check_origin(x):
                 return
+            self._check_upgrade(x)
             route = self._route(x)
             self._check_key(x, route)
             getattr(self, "_" + route.handler)(x)
@@ -10838,6 +10927,13 @@ class Gateway:
                 x.extra["Access-Control-Allow-Private-Network"] = "true"
         x.send(204, b"")
         return True
+
+    @staticmethod
+    def _check_upgrade(x: Exchange) -> None:
+        "Codex asks for a WebSocket first; told at once, it speaks HTTP."
+        if "websocket" in x.headers.get("upgrade", "").lower():
+            raise Missing("no WebSockets are spoken here",
+                          "send the same as POST and read the event stream", status=426)
 
     def _route(self, x: Exchange) -> Route:
         path = normal_path(x.path)
@@ -11010,8 +11106,12 @@ class Gateway:
         keeper, up, status = self.keeper, None, "failed"
         try:
             keeper.mover.carry_out(lease, reply.tick)
+            room = keeper.engine.info.n_ctx - len(lease.prompt.tokens) \
+                if lease.prompt is not None and keeper.engine.info else None
+            if over_room(ask, room):
+                lease.request = ask._replace(steadied=(*ask.steadied, "max_tokens"))
             up = keeper.engine.open(PATHS[ask.route],
-                                    engine_json(ask, core, lease.slot))
+                                    engine_json(ask, core, lease.slot, room))
             keeper.prompter.remember(lease.prompt)
             note = keeper.name_difference(
                 lease, lambda: core.decode("utf-8", "replace"))
