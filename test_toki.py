@@ -399,18 +399,140 @@ def apply_template(body, vision=False):
     return prompt, media
 
 
-def chat_params(body, vision):
+PARSER = ("Unable to generate parser for this template. Automatic parser generation "
+          "failed: ")
+
+
+def jinja_error(words):
+    """A template's own refusal, as b11434 words it."""
+    return ApiError(400, f"{PARSER}\n------------\nWhile executing CallExpression at "
+                         f"line 1, column 74 in source:\n...{{{{ raise_exception('{words}"
+                         f"') }}}}...\n        ^\nError: Jinja Exception: {words}")
+
+
+def object_arguments(messages):
+    """Templates that want objects: the engine parses the texts first."""
+    for m in messages:
+        for call in m.get("tool_calls") or ():
+            args = call["function"].get("arguments")
+            try:
+                args = json.loads(args) if isinstance(args, str) else args
+            except ValueError:
+                raise ApiError(500, "Failed to parse tool call arguments as JSON: "
+                                    "[json.exception.parse_error.101] parse error at "
+                                    "line 1, column 8") from None
+            if not isinstance(args, dict):
+                raise jinja_error("Tool call arguments must be an object")
+
+
+def strict_history(messages, template):
+    """The messages as the template sees them; ApiError for a history that it refuses.
+
+    "mistral": strict turns, calls and results beside them, nine-letter ids; "gemma":
+    strict turns of user and assistant, no system role; "first": a system message only
+    in front, no reasoning beside a call with text; "plain": no tools; "deaf": later
+    system messages are left out silently."""
+    messages = [dict(m, role="system") if m.get("role") == "developer" else m
+                for m in messages]
+    roles = [m.get("role") for m in messages]
+    if template == "gemma" and roles[:1] == ["system"]:
+        if len(messages) > 1:            # the engine itself does this
+            messages = [dict(messages[1], content=message_text(messages[0], 0)[0] + "\n"
+                             + message_text(messages[1], 0)[0])] + messages[2:]
+        roles = roles[1:]
+        if roles[:1] == ["system"]:
+            raise jinja_error("System role not supported")
+    at = 1 if roles[:1] == ["system"] else 0
+    turns = [m for m in messages[at:] if template == "gemma" or not (
+        m.get("role") == "tool" or m.get("tool_calls"))]
+    if template in ("mistral", "gemma") and any(
+            (m.get("role") == "user") != (i % 2 == 0) for i, m in enumerate(turns)):
+        raise jinja_error("After the optional system message, conversation roles must "
+                          "alternate user/assistant/user/assistant/...")
+    known = {"mistral": ("user", "assistant", "tool"), "plain": (
+        "system", "user", "assistant"), "first": ("user", "assistant", "tool")}
+    if set(roles[at:]) - set(known.get(template, roles)):
+        raise jinja_error("System message must be at the beginning."
+                          if "system" in roles[at:] else "Unexpected message role.")
+    if template in ("mistral", "first"):
+        object_arguments(messages)
+    for m in messages:
+        for call in m.get("tool_calls") or () if template == "mistral" else ():
+            if not re.fullmatch("[A-Za-z0-9]{9}", call.get("id") or ""):
+                raise jinja_error("Tool call IDs should be alphanumeric strings with "
+                                  "length 9!")
+        if template == "first" and m.get("tool_calls") and m.get("content") and \
+                m.get("reasoning_content"):
+            raise jinja_error("Cannot pass both content and thinking in an assistant "
+                              "message with tool calls!")
+    return [m for i, m in enumerate(messages) if template != "deaf" or not i
+            or m.get("role") != "system"]
+
+
+def compile_schema(schema, place="#"):
+    """What b11434's compiler says of a schema (a part of its rules).  -> patterns that
+    are no regular expressions, and whether the grammar itself will be refused."""
+    def fail(words):
+        raise ApiError(400, f"{PARSER}JSON schema error at {place}: {words}")
+    if not isinstance(schema, dict):
+        fail("schema must be an object")
+    bad, late = [], schema.get("minLength", 0) > 2000
+    kind = schema.get("type")
+    if isinstance(kind, str) and kind not in (
+            "string", "number", "integer", "boolean", "array", "object", "null"):
+        fail(f"unrecognized type {kind}")
+    if "$ref" in schema and not str(schema["$ref"]).startswith("#/"):
+        fail(f"unsupported $ref {schema['$ref']}, only references into the same "
+             "document are supported")
+    if "enum" in schema and not schema["enum"]:
+        fail("enum must be a non-empty array")
+    try:
+        re.compile(schema.get("pattern") or "")
+    except re.error:
+        bad.append(schema["pattern"])
+    below = [(f"{place}/properties/{k}", s)
+             for k, s in (schema.get("properties") or {}).items()]
+    below += [(f"{place}/items", schema["items"])] if "items" in schema else []
+    for at, inner in below:
+        more, later = compile_schema(inner, at)
+        bad, late = bad + more, late or later
+    return bad, late
+
+
+def compile_schemas(body):
+    """-> does the grammar of the body's schemas fail, when a sampler is made of it?"""
+    form, late = body.get("response_format"), False
+    schemas = [t["function"].get("parameters") or {} for t in body.get("tools") or ()]
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        schemas.append(form["json_schema"].get("schema", {}))
+    if any(t["function"].get("description", "") is None for t in body.get("tools") or ()):
+        raise ApiError(500, "Failed to parse tools: [json.exception.type_error.302] type "
+                            "must be string, but is null; tools = "
+                            + json.dumps(body["tools"], indent=2))
+    for schema in schemas:
+        bad, later = compile_schema(schema)
+        late = late or later
+        if bad:
+            raise ApiError(400, PARSER + "JSON schema conversion failed:\n" + "\n".join(
+                f"Invalid pattern {p}: unbalanced parentheses" for p in bad))
+    return late
+
+
+def chat_params(body, vision, template=""):
     """What the chat route does before it becomes a plain completion."""
     fmt = body.get("response_format") if isinstance(body, dict) else None
     kind = fmt.get("type") if isinstance(fmt, dict) else None
     if kind not in (None, "", "text", "json_object", "json_schema"):
         raise ApiError(400, 'response_format type must be one of "text" or '
                             f'"json_object", but got: {kind}')
+    late = isinstance(body, dict) and compile_schemas(body)
+    if template and isinstance(body, dict):
+        body = dict(body, messages=strict_history(body.get("messages"), template))
     prompt, media = apply_template(body, vision)
     tools = body.get("tools")
     if tools and body.get("tool_choice") != "none" and "grammar" in body:
         raise ApiError(400, "Cannot use custom grammar constraints with tools.")
-    out = dict(body, prompt=prompt, n_probs=0)
+    out = dict(body, prompt=prompt, n_probs=0, **{"grammar": "root ("} if late else {})
     if body.get("logprobs"):
         if tools and body.get("stream"):
             raise ApiError(400, "logprobs is not supported with tools + stream")
@@ -570,7 +692,7 @@ class FakeEngine:
                  swa_full=False, save_dir=None, unified=False, metrics=True,
                  api_key=None, prefill_ms_per_token=0.0, decode_ms=0.0, n_batch=2048,
                  vision=False, slots_endpoint=True, loading=False, model="fake",
-                 embeddings=False, reasoning=0):
+                 embeddings=False, reasoning=0, template=""):
         assert kind in ("rewindable", "window", "append-only"), kind
         self.n_slots, self.n_ctx, self.kind, self.window = slots, n_ctx, kind, window
         self.swa_full, self.save_dir, self.unified = swa_full, save_dir, unified
@@ -578,7 +700,7 @@ class FakeEngine:
         self.prefill_ms_per_token, self.decode_ms = prefill_ms_per_token, decode_ms
         self.n_batch, self.slots_endpoint = n_batch, slots_endpoint
         self.loading, self.model = loading, model
-        self.embeddings, self.reasoning = embeddings, reasoning
+        self.embeddings, self.reasoning, self.template = embeddings, reasoning, template
         self.n_swa = window if kind == "window" and not swa_full else 0
         self.cells = min(n_ctx, -(-(window + N_UBATCH) // 256) * 256)
         self.checkpointing = kind == "append-only" or self.n_swa > 0
@@ -1265,7 +1387,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, {"content": detokenize(ids)})
 
     def post_apply_template(self, raw, query):
-        params, _ = chat_params(parse_json(raw), self.engine.vision)
+        params, _ = chat_params(parse_json(raw), self.engine.vision,
+                                self.engine.template)
         self.reply(200, {"prompt": params["prompt"]})
 
     def post_embeddings(self, raw, query):
@@ -1293,7 +1416,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     # --- completions --------------------------------------------------------
     def post_chat(self, raw, query):
-        body, media = chat_params(parse_json(raw), self.engine.vision)
+        body, media = chat_params(parse_json(raw), self.engine.vision,
+                                  self.engine.template)
         self.complete("chat", body, media)
 
     def post_cmpl(self, raw, query):
@@ -2998,6 +3122,29 @@ class EngineContract:
             with self.subTest(path, body=body, raw=raw):
                 self.error(status, kind, "POST", path, body, raw)
         self.error(404, "not_found_error", "GET", self.CHAT)
+
+    def test_schemas_that_are_refused(self):
+        "Most already at /apply-template; what makes no grammar only at the ask itself."
+        ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for name, inner, words, early in (
+                ("pattern", {"type": "string", "pattern": "^(a$"},
+                 "Invalid pattern ^(a$: unbalanced parentheses", True),
+                ("type", {"type": "any"},
+                 "JSON schema error at #/properties/a: unrecognized type any", True),
+                ("boolean", True,
+                 "JSON schema error at #/properties/a: schema must be an object", True),
+                ("length", {"type": "string", "minLength": 2001},
+                 "failed to parse grammar", False)):
+            body = dict(ask, response_format={"type": "json_schema", "json_schema": {
+                "name": "x", "schema": {"type": "object", "properties": {"a": inner}}}})
+            with self.subTest(name):
+                said = self.error(400, "invalid_request_error", "POST", self.CHAT, body)
+                self.assertIn(words, said["message"])
+                if early:
+                    self.error(400, "invalid_request_error", "POST", "/apply-template",
+                               body)
+                else:
+                    self.post("/apply-template", **body)
 
     def test_overflow(self):
         ids, kept = self.ids(self.n_ctx), self.ids(300)
@@ -9970,6 +10117,549 @@ class Seam(Case):
         self.assertIn("retry-after", headers)
 
 
+# ============================================================================
+# FALLBACK
+# ============================================================================
+def call_of(call_id="c1", arguments='{"a":1}', name="f"):
+    return {"id": call_id, "type": "function",
+            "function": {"name": name, "arguments": arguments}}
+
+
+def tool_of(schema, name="f", **more):
+    return {"type": "function", "function": dict(
+        {"name": name, "description": "what it does", "parameters": schema}, **more)}
+
+
+def with_a(**inner):
+    return {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+
+
+def history(*short):
+    "('s', 'text') pairs: system, user, assistant, tool, developer; dicts as they are."
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer"}
+    return [m if isinstance(m, dict) else dict(
+        {"role": roles[m[0]], "content": m[1]},
+        **{"tool_call_id": "c1"} if m[0] == "t" else {}) for m in short]
+
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [call_of()]}
+BAD_SCHEMAS = (
+    # (name, part of a schema that b11434 refuses, the same without what it refuses)
+    ("unknown type", {"type": "any", "description": "d"}, {"description": "d"}),
+    ("no type known", {"type": ["any", "file"]}, {}),
+    ("one of two types", {"type": ["any", "string"]}, {"type": ["string"]}),
+    ("long minimum", {"type": "string", "minLength": 2001}, {"type": "string"}),
+    ("repeats in a pattern", {"type": "string", "pattern": "^a{5000}$"},
+     {"type": "string"}),
+    ("a count as text", {"type": "array", "minItems": "1"}, {"type": "array"}),
+    ("a count beyond 32 bits", {"type": "array", "maxItems": 2 ** 53 - 1},
+     {"type": "array"}),
+    ("a bound as text", {"type": "integer", "minimum": "0"}, {"type": "integer"}),
+    ("no branches", {"anyOf": [], "description": "d"}, {"description": "d"}),
+    ("no values", {"type": "string", "enum": []}, {"type": "string"}),
+    ("elsewhere", {"$ref": "https://example.com/x.json"}, {}),
+    ("the whole", {"$ref": "#"}, {}), ("nowhere", {"$ref": "#/$defs/nope"}, {}),
+    ("yes", True, {}), ("no", False, {}),
+    ("items yes", {"type": "array", "items": True}, {"type": "array", "items": {}}),
+    ("properties as a list", {"type": "object", "properties": []}, {"type": "object"}))
+GOOD_SCHEMAS = (
+    {"type": "string", "pattern": "abc"}, {"type": "string", "pattern": "^(?=a)abc$"},
+    {"type": "string", "pattern": "^\\d{1,10000}$"}, {"not": {}}, {}, {"type": None},
+    {"type": ["string", "null"]}, {"anyOf": [{"type": "string"}]},
+    {"type": "string", "maxLength": 100000}, {"type": "string", "minLength": 2000},
+    {"type": "array", "maxItems": 2147483647}, {"type": "string", "format": "foo"},
+    {"type": "string", "enum": ["x"] * 3000}, {"type": "object", "if": {}, "then": {}},
+    {"type": "object", "patternProperties": {"^x": {"type": "string"}}},
+    {"type": "object", "additionalProperties": {"type": "string"}},
+    {"type": "integer", "exclusiveMinimum": 0}, {"description": None})
+
+
+class Fallback(Case):
+    "Refusals as b11434 words them; the forms that are tried after them."
+
+    def test_what_kind_of_refusal_it_is(self):
+        rows = [
+            (400, PARSER + "JSON schema error at #: schema must be an object", "schema"),
+            (400, PARSER + "JSON schema conversion failed:\nInvalid pattern ^(a$: "
+             "unbalanced parentheses", "schema"),
+            (400, "Failed to initialize samplers: failed to parse grammar", "schema"),
+            (500, "Failed to parse tools: type must be string, but is null", "schema"),
+            (400, str(jinja_error("System role not supported")), "template"),
+            (500, "Failed to parse tool call arguments as JSON: syntax", "template"),
+            (400, "Cannot have 2 or more assistant messages at the end of the list.",
+             "template"),
+            (400, "request (9 tokens) exceeds the available context size (8 tokens)", ""),
+            (400, "'messages' is required", ""), (418, "odd", ""),
+            (503, "JSON schema error", "")]
+        for status, words, kind in rows:
+            with self.subTest(words[-50:]):
+                self.assertEqual(
+                    ["schema"] * toki.is_schema_refusal(status, words)
+                    + ["template"] * toki.is_template_refusal(status, words),
+                    [kind] if kind else [])
+        self.assertEqual(toki.refusal_words(str(jinja_error("It is no use."))),
+                         "It is no use.")
+
+    def test_only_what_is_refused_is_dropped(self):
+        for name, inner, expected in BAD_SCHEMAS:
+            with self.subTest(name):
+                schema = {"type": "object", "properties": {
+                    "a": inner, "pattern": {"type": "string", "pattern": "^x$"}},
+                    "required": ["a"], "description": "kept"}
+                before = json.dumps(schema)
+                got, dropped = toki.reduced_schema(schema, toki.MENDED)
+                self.assertEqual(got, {"type": "object", "properties": {
+                    "a": expected, "pattern": {"type": "string", "pattern": "^x$"}},
+                    "required": ["a"], "description": "kept"})
+                self.assertEqual(len(dropped), 1, dropped)
+                self.assertIn("#/properties/a", dropped[0])
+                self.assertEqual(json.dumps(schema), before)
+                self.assertEqual(toki.reduced_schema(got, toki.MENDED), (got, []))
+        for inner in GOOD_SCHEMAS:
+            with self.subTest(inner):
+                self.assertEqual(toki.reduced_schema(with_a(**inner), toki.MENDED),
+                                 (with_a(**inner), []))
+
+    def test_references_that_end_nowhere(self):
+        "A rule that begins with itself cannot be compiled; one that nests itself can."
+        def of(**defs):
+            return {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}},
+                    "$defs": defs}
+        tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/x"}}}
+        self.assertEqual(toki.reduced_schema(of(x=tree), toki.MENDED), (of(x=tree), []))
+        self.table((
+            ("itself", of(x={"$ref": "#/$defs/x"}), of(x={})),
+            ("in a ring", of(x={"$ref": "#/$defs/y"}, y={"$ref": "#/$defs/x"}),
+             of(x={}, y={})),
+            ("in a branch", of(x={"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}),
+             of(x={"anyOf": [{}, {"type": "null"}]}))),
+            lambda schema: toki.reduced_schema(schema, toki.MENDED)[0])
+
+    def test_all_that_any_build_refuses(self):
+        "F-18: names, descriptions, types, required and short enums stay."
+        schema = {"$schema": "x", "type": "object", "required": ["pattern"],
+                  "properties": {
+                      "pattern": {"type": "string", "pattern": "a", "format": "uri",
+                                  "minLength": 1, "maxLength": 9, "description": "p"},
+                      "not": {"not": {}, "type": "integer", "minimum": 0},
+                      "few": {"enum": ["a", "b"]}, "many": {"enum": list(range(501))},
+                      "one": {"anyOf": [{"type": "string"}], "description": "o"},
+                      "list": {"items": {"type": "number", "multipleOf": 2},
+                               "maxItems": 3},
+                      "nothing": {"description": None}}}
+        got, dropped = toki.reduced_schema(schema, toki.REDUCED)
+        self.assertEqual(got, {"type": "object", "required": ["pattern"], "properties": {
+            "pattern": {"type": "string", "description": "p"},
+            "not": {"type": "integer"}, "few": {"type": "string", "enum": ["a", "b"]},
+            "many": {}, "one": {"type": "string", "description": "o"},
+            "list": {"type": "array", "items": {"type": "number"}}, "nothing": {}}})
+        self.assertIn("pattern at #/properties/pattern", dropped)
+        deep = {"type": "string"}
+        for _ in range(300):
+            deep = {"type": "object", "properties": {"a": deep}}
+        self.assertIn("what is nested deeper",
+                      toki.reduced_schema(deep, toki.REDUCED)[1][0])
+        self.assertEqual(toki.reduced_schema(deep, toki.MENDED), (deep, []))
+
+    def test_only_the_refused_tool_takes_a_step_down(self):
+        bad, good = tool_of(with_a(type="any"), "bad"), tool_of(
+            {"type": "object", "properties": {"b": {"pattern": "^x$"}}}, "good")
+        refusal = PARSER + "JSON schema error at #/properties/a: unrecognized type any"
+        habits = toki.Habits()
+        self.assertEqual(habits.fit({"tools": [good, bad]}), ({"tools": [good, bad]}, []))
+        steps = []
+        while habits.climb({"tools": [good, bad]}, refusal):
+            body, words = habits.fit({"tools": [good, bad]})
+            self.assertEqual(body["tools"][0], good)
+            steps.append(body["tools"][1]["function"]["parameters"])
+            self.assertEqual(len(words), 1)
+            self.assertIn("tool bad", words[0])
+        self.assertEqual(steps, [with_a(), {"type": "object"}])
+        # Refused all the same: it goes out as it came, and is not tried again.
+        self.assertEqual(habits.fit({"tools": [bad]})[0], {"tools": [bad]})
+        self.assertFalse(habits.climb({"tools": [good, bad]}, refusal))
+        self.assertIn("tool bad", habits.schema_hint({"tools": [bad]}, refusal))
+        self.assertIn("#/properties/a", habits.schema_hint({"tools": [bad]}, refusal))
+
+    def test_a_tool_has_one_form_whatever_stands_beside_it(self):
+        habits, bad = toki.Habits(), tool_of(with_a(type="any"))
+        habits.climb({"tools": [bad]}, PARSER + "JSON schema error at #/properties/a: "
+                     "unrecognized type any")
+        alone = habits.fit({"tools": [bad]})[0]["tools"][0]
+        for others in ([tool_of({}, "x")], [tool_of({}, "x"), tool_of({}, "y")]):
+            self.assertEqual(habits.fit({"tools": others + [bad]})[0]["tools"],
+                             others + [alone])
+
+    def test_patterns_that_the_engine_calls_invalid(self):
+        habits = toki.Habits()
+        body = {"tools": [tool_of({"type": "object", "properties": {
+            "a": {"type": "string", "pattern": "^(a: b$"},
+            "b": {"type": "string", "pattern": "^[x$"},
+            "c": {"type": "string", "pattern": "^ok$"}}}), tool_of({}, "g")]}
+        self.assertTrue(habits.climb(body, PARSER + "JSON schema conversion failed:\n"
+                                     "Invalid pattern ^(a: b$: unbalanced parentheses\n"
+                                     "Invalid pattern ^[x$: unterminated character class"))
+        self.assertEqual(habits.fit(body)[0]["tools"][0]["function"]["parameters"][
+            "properties"], {"a": {"type": "string"}, "b": {"type": "string"},
+                            "c": {"type": "string", "pattern": "^ok$"}})
+
+    def test_a_promised_form_is_never_given_up(self):
+        schema = with_a(type="string", minLength=5000, pattern="^x+$")
+        for body in ({"response_format": {"type": "json_schema", "json_schema": {
+                "name": "n", "strict": True, "schema": schema}}},
+                {"response_format": {"type": "json_object", "schema": schema}},
+                {"json_schema": schema}):
+            habits, seen = toki.Habits(), []
+            while habits.climb(body, "failed to parse grammar"):
+                fit, words = habits.fit(body)
+                self.assertEqual(len(words), 1, words)
+                seen.append(json.dumps(fit))
+            with self.subTest(list(body)):
+                self.assertEqual(len(seen), 2)
+                self.assertEqual(json.loads(seen[0]), json.loads(
+                    json.dumps(body).replace(', "minLength": 5000', "")))
+                self.assertEqual(json.loads(seen[1]), json.loads(json.dumps(body).replace(
+                    ', "minLength": 5000, "pattern": "^x+$"', "")))
+                self.assertEqual(habits.fit(body), (body, []))
+        self.assertFalse(toki.Habits().climb({"grammar": "root ::= (", "json_schema": {
+            "pattern": "x"}}, "failed to parse grammar"))
+
+    def test_memory_is_bounded(self):
+        habits = toki.Habits()
+        for i in range(habits.MOST + 50):
+            habits.climb({"json_schema": {"type": f"t{i}"}}, "failed to parse grammar")
+        self.assertEqual(habits.rung({"type": "t0"}), toki.AS_SENT)
+        self.assertEqual(habits.rung({"type": f"t{habits.MOST + 49}"}), toki.MENDED)
+        self.assertLessEqual(len(habits._rungs), habits.MOST)
+
+    FORMS = (
+        ("text", history(("u", [{"type": "text", "text": "x"},
+                                {"type": "text", "text": "y"}]), ("t", None)),
+         history(("u", "x\ny"), ("t", ""))),
+        ("system", history(("d", "one"), ("s", "two"), ("u", "x"), ("s", "late")),
+         history(("s", "one\n\ntwo"), ("u", "x"),
+                 ("u", "<system-reminder>\nlate\n</system-reminder>"))),
+        ("no_system", history(("s", "be kind"), ("u", "x"), ("a", "y")),
+         history(("u", "be kind\n\nx"), ("a", "y"))),
+        ("no_system", history(("s", "be kind")), history(("u", "be kind"))),
+        ("no_system", history(("s", "be kind"), ("a", "y")),
+         history(("u", "be kind"), ("a", "y"))),
+        ("alternate", history(("s", "s"), ("u", "x"), ("u", "y"), ("a", "p"),
+                              dict(CALLING, content="q", reasoning_content="hm")),
+         history(("s", "s"), ("u", "x\n\ny"),
+                 dict(CALLING, content="p\n\nq", reasoning_content="hm"))),
+        ("alternate", history(("s", "s"), ("a", "x")), history(
+            ("s", "s"), ("u", "(the conversation goes on)"), ("a", "x"))),
+        ("alternate", history(("u", "x"), CALLING, ("t", "4"), CALLING, ("t", "5")),
+         history(("u", "x"), CALLING, ("t", "4"), CALLING, ("t", "5"))),
+        ("bridge", history(CALLING, ("t", "4"), ("t", "5"), ("u", "x")),
+         history(CALLING, ("t", "4"), ("t", "5"), ("a", "(noted)"), ("u", "x"))),
+        ("roles", history({"role": "function", "name": "f", "content": "4"},
+                          {"role": "critic", "content": "hm"}, ("u", "x")),
+         history(("u", "Result of f:\n\n4"), ("u", "critic:\n\nhm"), ("u", "x"))),
+        ("thoughts", history(dict(CALLING, content="x", reasoning_content="hm"),
+                             dict(CALLING, reasoning_content="kept")),
+         history(dict(CALLING, content="x"), dict(CALLING, reasoning_content="kept"))),
+        ("no_thoughts", history(dict(CALLING, reasoning_content="hm")),
+         history(CALLING)),
+        ("calls", history(("u", "x"), dict(CALLING, content="I look."), ("t", "4")),
+         history(("u", "x"), ("a", 'I look.\n\nI call f with {"a":1}'),
+                 ("u", "Result of f:\n\n4"))))
+
+    def test_each_form(self):
+        for name, given, expected in self.FORMS:
+            with self.subTest(name, given=given):
+                before = json.dumps(given)
+                got, words = toki.apply_forms(given, [name])
+                self.assertEqual(got, expected)
+                self.assertEqual(len(words), int(got != given))
+                self.assertEqual(json.dumps(given), before)
+                self.assertEqual(toki.apply_forms(got, [name]), (got, []))
+
+    def test_arguments_become_objects_word_for_word(self):
+        for given, expected in (
+                ('{"a": 1}', '{"a": 1}'), ({"a": 1}, {"a": 1}), ("", "{}"), (None, "{}"),
+                ('{"a":1}{"b":2}', '{"text":"{\\"a\\":1}{\\"b\\":2}"}'),
+                ("[1]", '{"value":[1]}'), ('"x"', '{"value":"x"}')):
+            with self.subTest(given):
+                m = toki.apply_forms([{"role": "assistant", "content": "", "tool_calls": [
+                    call_of(arguments=given)]}], ["args"])[0][0]
+                self.assertEqual(m["tool_calls"][0]["function"]["arguments"], expected)
+
+    def test_short_ids_keep_calls_and_results_together(self):
+        got = toki.apply_forms(history(
+            dict(CALLING, tool_calls=[call_of("call_very_long"), call_of("abcDEF123")]),
+            dict(history(("t", "4"))[0], tool_call_id="call_very_long"),
+            dict(history(("t", "5"))[0], tool_call_id="abcDEF123")), ["ids"])[0]
+        ids = [c["id"] for c in got[0]["tool_calls"]]
+        self.assertEqual([m["tool_call_id"] for m in got[1:]], ids)
+        self.assertRegex(ids[0], "^[A-Za-z0-9]{9}$")
+        self.assertEqual(ids[1], "abcDEF123")
+
+    def test_forms_look_only_backwards_and_lose_no_text(self):
+        rng = random.Random(5)
+        for trial in range(300):
+            messages, n = [], 0
+            for i in range(rng.randint(1, 9)):
+                kind = rng.choice("ssduuaaact")
+                n += 1
+                messages += history(dict(CALLING, content=f"w{n}", tool_calls=[
+                    call_of(f"c{n}", rng.choice(['{"a":1}', "", "x"]), f"w{n}f")]),
+                    {"role": "tool", "tool_call_id": f"c{n}", "content": f"w{n}r"}) \
+                    if kind in "ct" else history((kind, f"w{n}"))
+            forms = rng.sample(sorted(toki.apply_forms.__globals__["_FORMS"]),
+                               rng.randint(1, 11))
+            with self.subTest(trial, forms=forms, messages=messages):
+                whole = toki.apply_forms(messages, forms)[0]
+                text = json.dumps(whole)
+                for word in re.findall(r"w\d+[fr]?", json.dumps(messages)):
+                    self.assertIn(word, text)
+                self.assertEqual(toki.apply_forms(whole, forms)[0], whole)
+                # Only the last message of an earlier turn may still grow.
+                users = [i for i, m in enumerate(messages) if m["role"] == "assistant"
+                         and not m.get("tool_calls")]
+                for end in users:
+                    part = toki.apply_forms(messages[:end], forms)[0]
+                    n = max(0, len(part) - 1)
+                    self.assertEqual(whole[:n], part[:n])
+
+    def test_the_nearest_form_comes_first(self):
+        def first(messages, words, known=()):
+            return [sorted(f) for f in toki.nearer_forms(messages, words, known)][0]
+        twice = history(("s", "one"), ("s", "two"), ("u", "x"), ("u", "y"))
+        self.assertEqual(first(twice, str(jinja_error("roles must alternate"))),
+                         ["alternate"])
+        self.assertEqual(first(twice, str(jinja_error("System message must be first"))),
+                         ["system"])
+        self.assertEqual(first(twice, "?", ["system"]), ["alternate", "system"])
+        self.assertEqual(list(toki.nearer_forms(history(("u", "x")), "?")), [])
+        tried = list(toki.nearer_messages(twice, "?"))
+        self.assertEqual(len(tried), len({json.dumps(m) for m, _ in tried}))
+        self.assertLessEqual(len(tried), 12)
+        self.assertTrue(all(words for _, words in tried))
+
+    def test_system_texts_that_a_template_left_out(self):
+        late = history(("s", "be kind"), ("u", "x"), ("s", "  be brief\nalways"))
+        self.assertFalse(toki.lost_system(late, "be kind x be brief"))
+        self.assertTrue(toki.lost_system(late, "be kind x"))
+        self.assertFalse(toki.lost_system(history(("s", ""), ("u", "x")), ""))
+
+
+class FallbackRoute(Case):
+    "A client never sees a refusal after which another form was taken."
+
+    def sent(self, fake):
+        "Count the asks that reach the engine's chat route, with their bodies."
+        bodies = []
+        fake.inject(lambda path, body: bodies.append(body) and None
+                    if path == "/v1/chat/completions" else None)
+        return bodies
+
+    def test_a_refused_tool_is_sent_reduced_at_once_from_then_on(self):
+        "F-18: early and late refusals; streamed or not; another tool stays as it is."
+        good = tool_of(with_a(type="string", pattern="^x$"), "good")
+        for name, tool, n_sent in (
+                ("type", tool_of(with_a(type="any")), 1),
+                ("pattern", tool_of(with_a(type="string", pattern="^(a$")), 1),
+                ("length", tool_of(with_a(type="string", minLength=5000)), 2),
+                ("description", tool_of(with_a(type="string"), description=None), 1)):
+            fake = self.fake()
+            c, sent, tools = Client(self.daemon(fake)), self.sent(fake), [good, tool]
+            with self.subTest(name):
+                first = c.chat("hello", tools=tools)
+                self.assertEqual(len(sent), n_sent)
+                self.assertEqual(len(first["cache"]["steadied"]), 1)
+                self.assertIn("tool f", first["cache"]["steadied"][0])
+                again = c.chat("hello", tools=tools)
+                self.assertEqual(again["cache"]["steadied"], first["cache"]["steadied"])
+                self.assertEqual(again["cache"]["computed_tokens"], 1)
+                events = c.stream("hello", tools=tools)
+                self.assertEqual(events[-2]["cache"]["steadied"],
+                                 first["cache"]["steadied"])
+                self.assertEqual(len(sent), n_sent + 2)
+                self.assertEqual({json.dumps(b["tools"]) for b in sent[n_sent - 1:]},
+                                 {json.dumps(sent[-1]["tools"])})
+                self.assertEqual(sent[-1]["tools"][0], good)
+                self.assertEqual(sent[-1]["tools"][1]["function"]["parameters"]["required"],
+                                 ["a"])
+
+    def test_a_healthy_schema_is_never_touched(self):
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        tools = [tool_of(with_a(**inner), f"f{i}") for i, inner in enumerate(GOOD_SCHEMAS)
+                 if len(str(inner)) < 200]
+        self.assertEqual(c.chat("x", tools=tools)["cache"]["steadied"], [])
+        self.assertEqual(sent[0]["tools"], tools)
+
+    def test_a_reply_format_loses_only_what_is_refused(self):
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True,
+                "schema": with_a(type="string", minLength=5000, description="d")}}
+        said = c.chat("x", response_format=form)["cache"]["steadied"]
+        self.assertEqual(said, ["schema of response_format: without minLength 5000 at "
+                                "#/properties/a"])
+        self.assertEqual(sent[-1]["response_format"]["json_schema"]["schema"],
+                         with_a(type="string", description="d"))
+
+    def test_what_no_form_helps_is_a_400_that_names_the_schema(self):
+        fake = self.fake()
+        words = PARSER + "JSON schema error at #/properties/a: I do not like it"
+        fake.inject(lambda path, body: (400, {"error": {
+            "code": 400, "message": words, "type": "invalid_request_error"}})
+            if path in ("/apply-template", "/v1/chat/completions") else None)
+        c = Client(self.daemon(fake))
+        tools = [tool_of(with_a(type="string"), "kind"), tool_of({"type": "object"}, "no")]
+        for stream in (False, True, False):
+            error = c.chat("x", 8, 400, tools=tools, stream=stream)["error"]
+            self.assertEqual(error["type"], "invalid_request_error")
+            self.assertTrue(error["message"].startswith(words), error)
+            self.assertIn("tool kind at #/properties/a", error["message"])
+        fake.inject(None)
+        self.assertEqual(c.chat("x", tools=tools)["cache"]["steadied"], [])
+
+    def test_the_clients_own_grammar_is_the_clients(self):
+        c = Client(self.daemon(self.fake()))
+        error = c.chat("x", 8, 400, grammar="root ::= (")["error"]
+        self.assertIn("failed to parse grammar (mend the grammar", error["message"])
+
+    HISTORIES = (
+        ("developer", history(("d", "be kind"), ("u", "x"))),
+        ("systems", history(("s", "be kind"), ("d", "be brief"), ("u", "x"))),
+        ("user, user", history(("s", "s"), ("u", "x"), ("u", "y"))),
+        ("assistant, assistant", history(("u", "x"), ("a", "p"), ("a", "q"), ("u", "y"))),
+        ("late system", history(("s", "s"), ("u", "x"), ("a", "p"), ("s", "t"), ("u", "y"))),
+        ("last system", history(("u", "x"), ("a", "p"), ("u", "y"), ("s", "t"))),
+        ("assistant first", history(("a", "p"), ("u", "x"))),
+        ("a call", history(("u", "x"), CALLING, ("t", "4"))),
+        ("result and user", history(("u", "x"), CALLING, ("t", "4"), ("u", "y"))),
+        ("results", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(), call_of("c2")]), ("t", "4"),
+            {"role": "tool", "tool_call_id": "c2", "content": "5"}, ("u", "y"))),
+        ("two objects", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(arguments='{"a":1}{"b":2}')]), ("t", "4"))),
+        ("no arguments", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(arguments="")]), ("t", "4"))),
+        ("all three", history(("u", "x"), dict(
+            CALLING, content="I look.", reasoning_content="hm"), ("t", "4"))),
+        ("function", history(("u", "x"), {"role": "function", "name": "f",
+                                          "content": "4"})))
+
+    def test_every_template_takes_every_history(self):
+        """F-03, F-05, F-06, F-07, F-08: one ask reaches the engine; nothing that was
+        said is lost; the next turn goes on in its slot."""
+        for template in ("", "mistral", "gemma", "first", "plain", "deaf"):
+            fake = self.fake(template=template)
+            d = self.daemon(fake)
+            c, sent = Client(d), self.sent(fake)
+            for name, messages in self.HISTORIES:
+                with self.subTest(template, history=name):
+                    del sent[:]
+                    reply = c.chat(messages)
+                    self.assertEqual(len(sent), 1)
+                    told = json.dumps(sent[0]["messages"])
+                    for m in messages:
+                        self.assertIn(json.dumps(m["content"])[1:-1], told)
+                    if template == "":
+                        self.assertFalse([w for w in reply["cache"]["steadied"]
+                                          if "template" in w])
+                    more = messages + [{"role": "assistant", "content": reply["choices"][
+                        0]["message"]["content"]}, {"role": "user", "content": "go on"}]
+                    cache = c.chat(more)["cache"]
+                    self.assertLess(cache["computed_tokens"], 45, cache)
+            self.assertLess(d.keeper.book.counters.template_calls, 120)
+
+    def test_what_is_learned_is_applied_at_once_and_said(self):
+        "F-07: no second try; the same history becomes the same messages."
+        fake = self.fake(template="gemma")
+        d = self.daemon(fake)
+        c, sent = Client(d), self.sent(fake)
+        late = history(("s", "s"), ("u", "x"), ("a", "p"), ("s", "t"), ("u", "y"))
+        said = c.chat(late)["cache"]["steadied"]
+        self.assertEqual(said, ["template: one system message in front, later ones as "
+                                "reminders", "template: neighbours of one role merged"])
+        calls = d.keeper.book.counters.template_calls
+        self.assertEqual(c.chat(late)["cache"]["steadied"], said)
+        self.assertEqual(d.keeper.book.counters.template_calls, calls + 1)
+        self.assertEqual(sent[0]["messages"], sent[1]["messages"])
+        # What the template takes as it is stays as it is.
+        plain = history(("u", "x"), ("a", "p"), ("u", "y"))
+        self.assertEqual(c.chat(plain)["cache"]["steadied"], [])
+        self.assertEqual(sent[-1]["messages"], plain)
+
+    def test_a_template_that_leaves_texts_out_is_noticed(self):
+        "F-06: lenient ones drop the instructions without a word."
+        fake = self.fake(template="deaf")
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        c.chat(history(("s", "one"), ("s", "two"), ("u", "x"), ("a", "y"), ("d", "late"),
+                       ("u", "z")))
+        self.assertEqual([m["content"] for m in sent[0]["messages"]], [
+            "one\n\ntwo", "x", "y", "<system-reminder>\nlate\n</system-reminder>", "z"])
+
+    def test_a_template_that_nothing_helps(self):
+        "It goes as it is where a text is only left out, and is a 400 where it is refused."
+        fake = self.fake()
+        fake.inject(lambda path, body: (200, {"prompt": "<|im_start|>"})
+                    if path == "/apply-template" else None)
+        d = self.daemon(fake)
+        c, messages = Client(d), history(("s", "unheard"), ("u", "x"))
+        for _ in range(2):
+            calls = d.keeper.book.counters.template_calls
+            self.assertEqual(c.chat(messages)["cache"]["steadied"], [])
+        self.assertEqual(d.keeper.book.counters.template_calls, calls + 1)
+        refusal = jinja_error("I take nothing.")
+        fake.inject(lambda path, body: (500, dict(refusal.body))
+                    if path == "/apply-template" else None)
+        error = c.chat(messages, 8, 400)["error"]
+        self.assertEqual(error["type"], "invalid_request_error")
+        self.assertIn("takes no such history: I take nothing.", error["message"])
+
+    def test_other_dialects_and_counts(self):
+        fake = self.fake(template="gemma")
+        d = self.daemon(fake)
+        c, key = Client(d), {"x-api-key": Client(d).token}
+        tools = [{"name": "f", "description": "d", "input_schema": with_a(type="any")}]
+        body = {"model": "m", "max_tokens": 4, "system": "s", "tools": tools, "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1",
+                                          "content": "4"}]}]}
+        counted = c.json("POST", "/v1/messages/count_tokens", body, headers=key)
+        reply = c.json("POST", "/v1/messages", body, headers=key)
+        self.assertEqual(counted["input_tokens"], reply["cache"]["prompt_tokens"])
+        self.assertEqual([w for w in reply["cache"]["steadied"] if " " in w], [
+            "template: calls and results told as text",
+            'schema of tool f: without type "any" at #/properties/a'])
+        said = c.json("POST", "/v1/responses", {"model": "m", "max_output_tokens": 4,
+                      "input": [{"role": "user", "content": "x"},
+                                {"type": "function_call", "call_id": "c", "name": "f",
+                                 "arguments": "{}"},
+                                {"type": "function_call_output", "call_id": "c",
+                                 "output": "4"}]})
+        self.assertEqual(said["incomplete_details"], {"reason": "max_output_tokens"})
+
+    def test_a_named_tool_is_the_only_one_and_required(self):
+        "An object as `tool_choice` is read as `auto` by llama-server."
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        tools = [tool_of({"type": "object"}, "f"), tool_of({"type": "object"}, "g")]
+        reply = c.chat("x", tools=tools, max_tokens=60,
+                       tool_choice={"type": "function", "function": {"name": "g"}})
+        self.assertEqual((sent[0]["tools"], sent[0]["tool_choice"]),
+                         (tools[1:], "required"))
+        self.assertEqual(reply["choices"][0]["message"]["tool_calls"][0]["function"][
+            "name"], "g")
+        self.assertIn("only g is offered", reply["cache"]["steadied"][0])
+        for choice in ({"type": "function", "function": {"name": "h"}},
+                       {"type": "odd"}, {"type": "function", "function": "g"}):
+            self.assertEqual(c.chat("x", 8, 400, tools=tools, tool_choice=choice)[
+                "error"]["param"], "tool_choice")
+        for choice in ("auto", "none", "required", None):
+            c.chat("x", tools=tools, tool_choice=choice)
+            self.assertEqual(sent[-1]["tools"], tools)
+
+
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
     "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
@@ -9978,6 +10668,7 @@ ROOMS = {
     "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam),
     "RESPONSES": (ResponsesRoom,), "OUTPUTS": (OutputsRoom,),
     "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
+    "FALLBACK": (Fallback, FallbackRoute),
     "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
     "EDGES": (EdgesRoom,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),

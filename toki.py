@@ -4409,7 +4409,8 @@ def is_template_refusal(status: int, words: str) -> bool:
 
 def refusal_words(words: str) -> str:
     "The one sentence for people in a refusal of many lines of template source."
-    found = re.findall(r"(?:Jinja Exception|Error): (.+)", words)
+    found = re.findall(r"Jinja Exception: (.+)", words) or re.findall(
+        r"Error: (.+)", words)
     return scrub((found[-1] if found else words).strip())[:300]
 
 
@@ -4931,13 +4932,15 @@ class Habits:
         return reduced_tools([{"function": held.value}], lambda f: rung,
                              tuple(self._bad))[0]
 
-    def fit(self, body: dict) -> tuple:
-        "(body, words): the ask in the forms that are known to be taken."
-        if not (self.forms or self._rungs):
+    def fit(self, body: dict, forms: Optional[Iterable[str]] = None) -> tuple:
+        """(body, words): the ask in the forms that are known to be taken; with `forms`
+        in those instead."""
+        forms = self.forms if forms is None else forms
+        if not (forms or self._rungs):
             return body, []
         out, words = dict(body), []
-        if self.forms and isinstance(body.get("messages"), list):
-            out["messages"], words = apply_forms(body["messages"], self.forms)
+        if forms and isinstance(body.get("messages"), list):
+            out["messages"], words = apply_forms(body["messages"], forms)
         if self._rungs:
             words += self._fit_schemas(out)
         return (out, words) if words else (body, [])
@@ -8851,7 +8854,7 @@ class Prompter:
         "Try the template itself, nearest form first; then leave out what was not it."
         messages, old = given.body["messages"], habits.forms
         found = next((f for f in nearer_forms(messages, refusal, old)
-                      if self._takes(given, f)), None)
+                      if self._takes(habits, given, f)), None)
         if found is None and _LEFT_OUT in refusal:
             with self.lock:
                 habits.silent = True     # no form helps: it goes as it is
@@ -8859,19 +8862,19 @@ class Prompter:
         if found is None:
             return False
         for name in sorted(found - old):
-            if len(found - old) > 1 and self._takes(given, found - {name}):
+            if len(found - old) > 1 and self._takes(habits, given, found - {name}):
                 found = found - {name}
         with self.lock:
             habits.forms = habits.forms | found
         return True
 
-    def _takes(self, given: Request, forms: Iterable[str]) -> bool:
+    def _takes(self, habits: Habits, given: Request, forms: Iterable[str]) -> bool:
         "Does the template render the ask in these forms, with all it is told to do?"
-        messages = apply_forms(given.body["messages"], forms)[0]
+        with self.lock:
+            body = habits.fit(given.body, forms)[0]
         self._count("template_calls")
         try:
-            text = self.engine.render(core_json(given._replace(
-                body=dict(given.body, messages=messages))))
+            text = self.engine.render(core_json(given._replace(body=body)))
         except EngineGone:
             raise
         except TokiError as error:
