@@ -10660,6 +10660,129 @@ class FallbackRoute(Case):
             self.assertEqual(sent[-1]["tools"], tools)
 
 
+ROLE = "{{- '<|im_start|>' + m.role + '\\n' }}"
+CALLS = ("{%- for c in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{\"name\": \"' + "
+         "c.function.name + '\", \"arguments\": ' }}{{- c.function.arguments | tojson }}"
+         "{{- '}\\n</tool_call>' }}{%- endfor %}")
+END = ("{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}"
+       "{{- '<|im_start|>assistant\\n' }}{%- endif %}")
+TOOLS = ("{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}{%- for t in tools"
+         " %}{{- '\\n' }}{{- t | tojson }}{%- endfor %}{{- '\\n</tools>\\nAnswer with "
+         "<tool_call>\\n{\"name\": ..., \"arguments\": ...}\\n</tool_call>.<|im_end|>\\n' }}"
+         "{%- endif %}")
+TEMPLATES = {
+    "tools": TOOLS + "{%- for m in messages %}" + ROLE + "{{- m.content or '' }}" + CALLS
+    + END,
+    "turns": "{%- set ns = namespace(n=0) %}{%- for m in messages %}{%- if m.role == "
+    "'system' and not loop.first %}{{- raise_exception('Only a first system message is "
+    "taken') }}{%- endif %}{%- if not (m.role in ['tool', 'system'] or m.tool_calls) %}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must "
+    "alternate user/assistant') }}{%- endif %}{%- set ns.n = ns.n + 1 %}{%- endif %}"
+    "{%- for c in m.tool_calls or [] %}{%- if c.id | length != 9 %}{{- raise_exception("
+    "'Tool call IDs have a length of 9') }}{%- endif %}{%- endfor %}" + ROLE
+    + "{{- m.content or '' }}" + CALLS + END,
+    "two roles": "{%- if messages[0].role == 'system' %}{{- raise_exception('no system "
+    "role here') }}{%- endif %}{%- for m in messages %}{%- if (m.role == 'user') != "
+    "(loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    + ROLE + "{{- m.content | trim }}" + END,
+    "system first": "{%- for m in messages %}{%- if m.role == 'system' and not loop.first "
+    "%}{{- raise_exception('a system message comes first') }}{%- endif %}{%- if m.role "
+    "not in ['system', 'user', 'assistant', 'tool'] %}{{- raise_exception('unknown role')"
+    " }}{%- endif %}{%- if m.reasoning_content and m.content and m.tool_calls %}{{- "
+    "raise_exception('content and thinking cannot both be passed') }}{%- endif %}" + ROLE
+    + "{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}"
+    "{%- endif %}{{- m.content or '' }}" + CALLS + END,
+    "no tools": "{%- for m in messages %}{%- if m.role not in ['system', 'user', "
+    "'assistant'] %}{{- raise_exception('unknown role ' + m.role) }}{%- endif %}" + ROLE
+    + "{{- m.content }}" + END,
+    "deaf": "{%- for m in messages %}{%- if m.role != 'system' or loop.first %}" + ROLE
+    + "{{- m.content or '' }}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"}
+
+
+class RealFallback(Real):
+    "What llama-server really refuses, and that it takes what is sent instead."
+
+    def strict(self, name):
+        path = os.path.join(self.folder(), "template.jinja")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(TEMPLATES[name])
+        server, d, c = self.rig("llama-dense", "--jinja", "--chat-template-file", path)
+        sent, really = [], d.engine.open
+
+        def opened(path, body):
+            sent.append(json.loads(body))
+            return really(path, body)
+        d.engine.open = opened
+        return server, c, sent
+
+    def test_every_template_takes_every_history(self):
+        "F-03, F-06, F-07, F-08 with templates in the manner of models that refuse."
+        refused = set()
+        for name in TEMPLATES:
+            server, c, sent = self.strict(name)
+            for story, messages in FallbackRoute.HISTORIES:
+                with self.subTest(name, history=story):
+                    status, _ = toki.Engine(server.url).call(
+                        "POST", "/apply-template", {"messages": messages})
+                    refused |= {name} if status != 200 else set()
+                    del sent[:]
+                    reply = c.chat(messages)
+                    self.assertEqual(len(sent), 1)
+                    more = messages + [
+                        {"role": "assistant", "content": reply["choices"][0]["message"][
+                            "content"]}, {"role": "user", "content": "go on"}]
+                    start = server.metrics()["prompt_tokens_total"]
+                    c.chat(more)
+                    self.assertLess(server.metrics()["prompt_tokens_total"] - start, 80)
+                    told = json.dumps(sent[1]["messages"])
+                    for m in more:
+                        self.assertIn(json.dumps(m["content"])[1:-1], told)
+        self.assertEqual(refused, set(TEMPLATES) - {"deaf"})
+
+    def test_refused_schemas_in_tools_and_replies(self):
+        "F-18: what b11434 refuses is taken without it; what it takes stays untouched."
+        server, c, sent = self.strict("tools")
+        direct = toki.Engine(server.url)
+        forms = ((lambda schema: {"tools": [tool_of(with_a(type="string"), "good"),
+                                            tool_of(schema)]}),
+                 (lambda schema: {"response_format": {
+                     "type": "json_schema", "json_schema": {"name": "n",
+                                                            "schema": schema}}}))
+        rows = [(name, inner, True) for name, inner, _ in BAD_SCHEMAS]
+        rows += [(str(inner)[:40], inner, False) for inner in GOOD_SCHEMAS
+                 if len(str(inner)) < 200]
+        rows += [("itself", {"$ref": "#/properties/a"}, True)]
+        for name, inner, bad in rows:
+            for form in forms:
+                body = form({"type": "object", "properties": {"a": inner}})
+                with self.subTest(name, body=list(body)):
+                    status, _ = direct.call("POST", "/v1/chat/completions", dict(
+                        body, max_tokens=1, messages=[{"role": "user", "content": "x"}]))
+                    self.assertEqual(status != 200, bad)
+                    said = c.chat("x", 4, **body)["cache"]["steadied"]
+                    self.assertEqual(len(said), int(bad), said)
+                    del sent[:]
+                    self.assertEqual(c.chat("x", 4, **body)["cache"]["steadied"], said)
+                    self.assertEqual(len(sent), 1)
+
+    def test_twenty_turns_with_a_refused_tool_compute_only_what_is_new(self):
+        "The form does not change from turn to turn, so each turn goes on in its slot."
+        server, c, sent = self.strict("tools")
+        tools = [tool_of(with_a(type="any"), "f"), tool_of(with_a(
+            type="string", minLength=5000, pattern="^(a$"), "g")]
+        messages, start = history(("s", say(1, 200))), 0
+        for n in range(20):
+            messages += history(("u", f"{n} " + say(n, 20)))
+            reply = c.chat(messages, 8, tools=tools)
+            messages.append(reply["choices"][0]["message"])
+            self.assertEqual(len(reply["cache"]["steadied"]), 2)
+            if n:
+                self.assertLess(reply["cache"]["computed_tokens"], 120)
+        self.assertEqual(len({json.dumps(b["tools"]) for b in sent[2:]}), 1)
+        self.assertLessEqual(len(sent), 22)
+
+
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
     "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
@@ -10677,7 +10800,7 @@ ROOMS = {
     "GATEWAY": (GatewayRoom, ResponsesRoute), "INSTALL": (Install,), "STACK": (Stack,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealShelf, RealAlone)}
+             RealTraps, RealShelf, RealFallback, RealAlone)}
 
 
 class Result(unittest.TextTestResult):

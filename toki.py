@@ -4623,6 +4623,12 @@ def _schemas(body: dict) -> list:
     return out
 
 
+def _with_place(held: Sequence[_Held], place: Any) -> list:
+    "Those that have the place (a match of _PLACE) that a refusal names."
+    return [h for h in held if place.group(1) == "#"
+            or _target(h.schema, place.group(1)) is not None]
+
+
 def _has_pattern(held: _Held, patterns: Sequence[str]) -> bool:
     text = json.dumps(held.schema, default=str)
     return any(json.dumps(p) in text for p in patterns)
@@ -4968,18 +4974,17 @@ class Habits:
         those with a fault known to be refused, those that have the place it names, all
         with dubious keywords, all: the first of these sets that is not empty."""
         place, patterns = _PLACE.search(refusal), _BAD_PATTERN.findall(refusal)
-        held = [h for h in _schemas(body) if self.rung(h.value) < HOPELESS]
+        everyone = _schemas(body)
+        named = [h for h in everyone if _has_pattern(h, patterns)] if patterns else \
+            _with_place(everyone, place) if place else []
+        held = [h for h in named or everyone if self.rung(h.value) < HOPELESS]
         if patterns:
-            return [h for h in held if _has_pattern(h, patterns)] or held
+            return held
         faulty = [h for h in held if self.rung(h.value) < MENDED
                   and self._at(h, MENDED) != self._at(h, AS_SENT)]
-        if place:
-            named = [h for h in held if place.group(1) == "#"
-                     or _target(h.schema, place.group(1)) is not None]
-            faulty = [h for h in faulty if h in named] or faulty
-            return faulty or named or held
-        return faulty or [h for h in held if self.rung(h.value) < REDUCED and
-                          self._at(h, REDUCED) != self._at(h, AS_SENT)] or held
+        return faulty or (named and held) or [
+            h for h in held if self.rung(h.value) < REDUCED
+            and self._at(h, REDUCED) != self._at(h, AS_SENT)] or held
 
     def climb(self, body: dict, refusal: str) -> bool:
         "Take the refused schemas of an ask a rung down; False when none is left to."
@@ -5010,8 +5015,7 @@ class Habits:
         at = f" at {place.group(1)} ({scrub(place.group(2))[:120]})" if place else ""
         held = _schemas(body)
         if place:
-            held = [h for h in held if place.group(1) == "#"
-                    or _target(h.schema, place.group(1)) is not None] or held
+            held = _with_place(held, place) or held
         patterns = _BAD_PATTERN.findall(refusal)
         if patterns:
             at = f", which has the pattern {scrub(patterns[0])[:120]!r}"
