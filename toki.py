@@ -905,7 +905,7 @@ def divergence_text(counts: dict) -> str:
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
 #    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings,
 #    Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error,
-#    scrub, prompt_size_error, split_tool_head.
+#    scrub, prompt_size_error, split_tool_head, check_pictures, CallNumbers.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -976,6 +976,37 @@ def _has_media(messages: list) -> bool:
     return any(isinstance(part, dict) and part.get("type") in _MEDIA
                for m in messages if isinstance(m.get("content"), list)
                for part in m["content"])
+
+
+def check_pictures(messages: list) -> None:
+    """Raise BadAsk for a picture that no engine of ours can read, whatever its label
+    says: the first bytes decide (F-20).  Addresses are the engine's business."""
+    for i, m in enumerate(messages):
+        parts = m.get("content") if isinstance(m.get("content"), list) else ()
+        for j, part in enumerate(parts):
+            url = part.get("image_url") if isinstance(part, dict) else None
+            url = url.get("url") if isinstance(url, dict) else url
+            if isinstance(url, str) and url.startswith("data:"):
+                trouble = _picture_trouble(url)
+                if trouble:
+                    raise BadAsk(f"a picture {trouble}", "send PNG, JPEG, GIF or BMP as "
+                                 "data:image/...;base64,...",
+                                 param=f"messages[{i}].content[{j}]")
+
+
+def _picture_trouble(url: str) -> str:
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        return "address is not base64"
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except ValueError:
+        return "is broken off or not base64"
+    for at, mark, name in ((8, b"WEBP", "WebP"), (4, b"ftypavif", "AVIF"),
+                           (4, b"ftypheic", "HEIC"), (0, b"<svg", "SVG")):
+        if raw[at:at + len(mark)] == mark:
+            return f"is {name}, which the engine cannot read"
+    return "" if raw else "is empty"
 
 
 def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
@@ -1065,6 +1096,11 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
     if route == "chat":
         kept["messages"] = _plain_assistants(kept["messages"])
         told = _one_tool(kept)
+        if kept.get("tools") and kept.get("logprobs") is True:
+            # Beside tools the engine refuses these for a stream, which every ask is
+            # here, but takes its own word for them (20 is its default).
+            del kept["logprobs"]
+            kept["n_probs"] = max(1, kept.pop("top_logprobs", None) or 20)
     if "stop" in kept:                   # an empty stop string would stop at once
         stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
         kept["stop"] = [s for s in stops if s not in ("", None)]
@@ -1231,6 +1267,30 @@ def split_tool_head(event: dict) -> list:
     return [event, tail]
 
 
+class CallNumbers:
+    """Distinct rising indices for the calls of a turn: pieces are tied by index alone,
+    but another id with a name under a known index is another call (F-03)."""
+
+    def __init__(self) -> None:
+        self._now: dict = {}             # the engine's index -> (our index, id)
+        self._n = 0
+
+    def renumber(self, pieces: Iterable[dict]) -> bool:
+        "Set each piece's `index`; did that change any?"
+        changed = False
+        for piece in pieces:
+            given, name = piece.get("index", 0), (piece.get("function") or {}).get("name")
+            number, call_id = self._now.get(given, (None, None))
+            if number is None or (name and piece.get("id")
+                                  and piece["id"] != call_id):
+                number, call_id = self._n, piece.get("id")
+                self._now[given] = number, call_id
+                self._n += 1
+            changed = changed or piece.get("index") != number
+            piece["index"] = number
+        return changed
+
+
 class Dechunker:
     "Decodes chunked transfer coding as it arrives; `done` after the last chunk."
 
@@ -1266,6 +1326,7 @@ class Assembler:
         self._text: list = []
         self._thoughts: list = []
         self._calls: dict = {}           # index -> call; ids come only once
+        self._numbers = CallNumbers()
         self._logprobs: list = []
         self._finish: Optional[str] = None
         self._extra: dict = {}
@@ -1290,8 +1351,10 @@ class Assembler:
         elif key == "reasoning_content":
             self._thoughts.append(value or "")
         elif key == "tool_calls":
-            for piece in value or ():
-                call = self._calls.setdefault(piece.get("index", 0), {
+            value = [dict(piece) for piece in value or ()]
+            self._numbers.renumber(value)
+            for piece in value:
+                call = self._calls.setdefault(piece["index"], {
                     "type": "function", "function": {"name": "", "arguments": ""}})
                 function = piece.get("function") or {}
                 call["function"]["name"] = function.get("name") \
@@ -11346,6 +11409,7 @@ class _StreamReply(_Reply):
     def start(self, lease: Lease, many: int) -> None:
         self.splitter, self.heard = EventSplitter(), Transcript()
         self.ask, self.many = lease.request, many
+        self.numbers = CallNumbers()
         self.fresh = True                # the first event of this ask is to come
         if not self.x.committed:
             plan = lease.plan
@@ -11436,6 +11500,7 @@ class _StreamReply(_Reply):
         choices = event.get("choices") or []
         for choice in choices:
             choice["index"] = self.index
+            self.numbers.renumber((choice.get("delta") or {}).get("tool_calls") or ())
         timings = read_timings(event)
         if timings and (not choices or choices[0].get("finish_reason")):
             self.finished(lease, timings)
@@ -11775,6 +11840,8 @@ class Gateway:
             raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
                          "send text only, or serve a model with vision",
                          param="messages")
+        if request.media:
+            check_pictures(request.body["messages"])
 
     def _run(self, ask: Request, reply: Any, many: int) -> None:
         """One ask: tokens, slot, engine, settle.  When the engine dies before the
