@@ -989,9 +989,10 @@ def check_pictures(messages: list) -> None:
             if isinstance(url, str) and url.startswith("data:"):
                 trouble = _picture_trouble(url)
                 if trouble:
-                    raise BadAsk(f"a picture {trouble}", "send PNG, JPEG, GIF or BMP as "
-                                 "data:image/...;base64,...",
-                                 param=f"messages[{i}].content[{j}]")
+                    raise BadAsk(
+                        f"a picture {trouble}", "send PNG, JPEG, GIF or BMP as "
+                        "data:image/...;base64,...",
+                        param=f"messages[{i}].content[{j}]")
 
 
 def _picture_trouble(url: str) -> str:
@@ -1279,7 +1280,8 @@ class CallNumbers:
         "Set each piece's `index`; did that change any?"
         changed = False
         for piece in pieces:
-            given, name = piece.get("index", 0), (piece.get("function") or {}).get("name")
+            given = piece.get("index", 0)
+            name = (piece.get("function") or {}).get("name")
             number, call_id = self._now.get(given, (None, None))
             if number is None or (name and piece.get("id")
                                   and piece["id"] != call_id):
@@ -4474,7 +4476,7 @@ def refusal_words(words: str) -> str:
     "The one sentence for people in a refusal of many lines of template source."
     found = re.findall(r"Jinja Exception: (.+)", words) or re.findall(
         r"Error: (.+)", words)
-    return scrub((found[-1] if found else words).strip())[:300]
+    return scrub((found[-1] if found else words.split("; tools =")[0]).strip())[:300]
 
 
 # ---- schemas -----------------------------------------------------------------
