@@ -10814,7 +10814,8 @@ REPORTS = {
     "F-09": "RecallRoom.test_a_lossy_copy_is_put_right "
             "Replay.test_lossy_copies_are_put_right",
     "F-10": "GatewayRoom.test_stream_shape FieldReports.test_usage_by_what_was_asked",
-    "F-11": "FieldReports.test_log_probabilities Wire.test_bad_bodies_name_the_parameter",
+    "F-11": "FieldReports.test_log_probabilities "
+            "FieldReports.test_log_probabilities_of_texts Wire.test_bad_bodies_name_the_parameter",
     "F-12": "GatewayRoom.test_stops_tools_and_text_completions "
             "FromChat.test_stop_reasons "
             "Wire.test_output_limit_newer_name_wins_and_empty_stops_vanish",
@@ -10961,6 +10962,23 @@ class FieldReports(Case):
                 self.assertLessEqual({"token", "logprob", "bytes", "top_logprobs"},
                                      set(plain[0]))
                 self.assertEqual(len(plain[0]["top_logprobs"]), 2)
+
+    def test_log_probabilities_of_texts(self):
+        "F-11: the text endpoint has a shape of its own."
+        c, ask = Client(self.daemon(self.fake())), {
+            "prompt": "once", "max_tokens": 4, "temperature": 0, "logprobs": 2}
+        choice = c.json("POST", "/v1/completions", ask)["choices"][0]
+        got = choice["logprobs"]
+        self.assertEqual("".join(got["tokens"]), choice["text"])
+        self.assertEqual([choice["text"][a:a + len(t)] for a, t in zip(
+            got["text_offset"], got["tokens"])], got["tokens"])
+        self.assertEqual([set(top) >= {token} for top, token in zip(
+            got["top_logprobs"], got["tokens"])], [True] * 4)
+        events = c.stream("once", 4, path="/v1/completions", logprobs=2)[:-1]
+        for name, values in got.items():
+            with self.subTest(name):
+                self.assertEqual([v for e in events for ch in e["choices"]
+                                  for v in (ch["logprobs"] or {}).get(name, ())], values)
 
     def test_text_held_back_for_a_stop_is_neither_lost_nor_doubled(self):
         """F-13: streamed pieces join to the plain text.  (What a stream of b11434 holds

@@ -905,7 +905,8 @@ def divergence_text(counts: dict) -> str:
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
 #    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings,
 #    Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error,
-#    scrub, prompt_size_error, split_tool_head, check_pictures, CallNumbers.
+#    scrub, prompt_size_error, split_tool_head, check_pictures, CallNumbers,
+#    text_logprobs.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -1100,8 +1101,10 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         if kept.get("tools") and kept.get("logprobs") is True:
             # Beside tools the engine refuses these for a stream, which every ask is
             # here, but takes its own word for them (20 is its default).
-            del kept["logprobs"]
-            kept["n_probs"] = max(1, kept.pop("top_logprobs", None) or 20)
+            top = _count(kept, "top_logprobs", 0, 1000)
+            kept = {k: v for k, v in kept.items() if k not in ("logprobs",
+                                                               "top_logprobs")}
+            kept["n_probs"] = 20 if top is None else max(1, top)
     if "stop" in kept:                   # an empty stop string would stop at once
         stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
         kept["stop"] = [s for s in stops if s not in ("", None)]
@@ -1268,6 +1271,20 @@ def split_tool_head(event: dict) -> list:
     return [event, tail]
 
 
+def text_logprobs(entries: Sequence[dict], offset: int) -> dict:
+    """The engine's entries in the text endpoint's shape; `offset`: characters of the
+    reply before the first of them.  The engine's own ones stay under "content"."""
+    offsets = []
+    for e in entries:
+        offsets.append(offset)
+        offset += len(e.get("token") or "")
+    return {"tokens": [e.get("token") for e in entries],
+            "token_logprobs": [e.get("logprob") for e in entries],
+            "top_logprobs": [{t["token"]: t["logprob"]
+                              for t in e.get("top_logprobs") or ()} for e in entries],
+            "text_offset": offsets, "content": list(entries)}
+
+
 class CallNumbers:
     """Distinct rising indices for the calls of a turn: pieces are tied by index alone,
     but another id with a name under a known index is another call (F-03)."""
@@ -1383,7 +1400,7 @@ class Assembler:
             if self._logprobs:
                 choice["logprobs"] = {"content": self._logprobs}
         else:
-            logprobs = {"content": self._logprobs} if self._logprobs else None
+            logprobs = text_logprobs(self._logprobs, 0) if self._logprobs else None
             choice = {"text": "".join(self._text), "index": index,
                       "logprobs": logprobs, "finish_reason": self._finish}
         out = {"choices": [choice]}
@@ -11411,6 +11428,7 @@ class _StreamReply(_Reply):
     def start(self, lease: Lease, many: int) -> None:
         self.splitter, self.heard = EventSplitter(), Transcript()
         self.ask, self.many = lease.request, many
+        self.n_chars = 0                 # of a text whose tokens have logprobs
         self.numbers = CallNumbers()
         self.fresh = True                # the first event of this ask is to come
         if not self.x.committed:
@@ -11473,6 +11491,7 @@ class _StreamReply(_Reply):
         "The bytes for the client; b\"\" for what is not its business."
         if not self.fresh and self.many == 1 and b'"timings"' not in raw \
                 and b'"tool_calls"' not in raw and raw.startswith(b'data: {"choices"') \
+                and (b'"logprobs":{' not in raw or self.request.route == "chat") \
                 and b'"prompt_progress"' not in raw:
             self.heard.add(raw)
             for old, new in self.replace:
@@ -11503,6 +11522,10 @@ class _StreamReply(_Reply):
         for choice in choices:
             choice["index"] = self.index
             self.numbers.renumber((choice.get("delta") or {}).get("tool_calls") or ())
+            told = choice.get("logprobs")
+            if "text" in choice and isinstance(told, dict) and "content" in told:
+                choice["logprobs"] = text_logprobs(told["content"], self.n_chars)
+                self.n_chars += len(choice["text"] or "")
         timings = read_timings(event)
         if timings and (not choices or choices[0].get("finish_reason")):
             self.finished(lease, timings)
