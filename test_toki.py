@@ -10667,12 +10667,12 @@ CALLS = ("{%- for c in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{\"name\": \"'
          "{{- '}\\n</tool_call>' }}{%- endfor %}")
 END = ("{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}"
        "{{- '<|im_start|>assistant\\n' }}{%- endif %}")
-TOOLS = ("{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}{%- for t in tools"
+TOOL_LIST = ("{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}{%- for t in tools"
          " %}{{- '\\n' }}{{- t | tojson }}{%- endfor %}{{- '\\n</tools>\\nAnswer with "
          "<tool_call>\\n{\"name\": ..., \"arguments\": ...}\\n</tool_call>.<|im_end|>\\n' }}"
          "{%- endif %}")
 TEMPLATES = {
-    "tools": TOOLS + "{%- for m in messages %}" + ROLE + "{{- m.content or '' }}" + CALLS
+    "tools": TOOL_LIST + "{%- for m in messages %}" + ROLE + "{{- m.content or '' }}" + CALLS
     + END,
     "turns": "{%- set ns = namespace(n=0) %}{%- for m in messages %}{%- if m.role == "
     "'system' and not loop.first %}{{- raise_exception('Only a first system message is "
