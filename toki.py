@@ -29,6 +29,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     11 OUTPUTS   the chat stream told as Responses events
     12 STEADY    what changes from ask to ask although nothing new is said
     13 REPLAY    lossy copies of our own replies, put right again
+    0  FALLBACK  the nearest form of an ask that this engine does not refuse
     14 BOOK      what we believe the slots hold; changed only by events
     15 DECIDE    which slot, what is destroyed, and why
     16 WHY       why were these tokens computed, though something like them was known?
@@ -904,7 +905,8 @@ def divergence_text(counts: dict) -> str:
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
 #    engine_json, over_room, Dechunker, EventSplitter, event_payload, Timings,
 #    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
-#    stream_error, scrub, prompt_size_error, split_tool_head.
+#    stream_error, scrub, prompt_size_error, split_tool_head, check_pictures,
+#    CallNumbers, text_logprobs.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -942,6 +944,7 @@ class Request(NamedTuple):
     sent: Optional[list] = None  # the messages as they came, where some were changed
     family: str = ""             # of conversations that a client runs together
     child: bool = False          # started by another conversation of its family
+    before: Optional[list] = None    # ... and before FALLBACK changed them
 
 
 def _digest(value: Any) -> str:
@@ -978,6 +981,38 @@ def _has_media(messages: list) -> bool:
     return any(isinstance(part, dict) and part.get("type") in _MEDIA
                for m in messages if isinstance(m.get("content"), list)
                for part in m["content"])
+
+
+def check_pictures(messages: list) -> None:
+    """Raise BadAsk for a picture that no engine of ours can read, whatever its label
+    says: the first bytes decide (F-20).  Addresses are the engine's business."""
+    for i, m in enumerate(messages):
+        parts = m.get("content") if isinstance(m.get("content"), list) else ()
+        for j, part in enumerate(parts):
+            url = part.get("image_url") if isinstance(part, dict) else None
+            url = url.get("url") if isinstance(url, dict) else url
+            if isinstance(url, str) and url.startswith("data:"):
+                trouble = _picture_trouble(url)
+                if trouble:
+                    raise BadAsk(
+                        f"a picture {trouble}", "send PNG, JPEG, GIF or BMP as "
+                        "data:image/...;base64,...",
+                        param=f"messages[{i}].content[{j}]")
+
+
+def _picture_trouble(url: str) -> str:
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        return "address is not base64"
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except ValueError:
+        return "is broken off or not base64"
+    for at, mark, name in ((8, b"WEBP", "WebP"), (4, b"ftypavif", "AVIF"),
+                           (4, b"ftypheic", "HEIC"), (0, b"<svg", "SVG")):
+        if raw[at:at + len(mark)] == mark:
+            return f"is {name}, which the engine cannot read"
+    return "" if raw else "is empty"
 
 
 def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
@@ -1088,8 +1123,17 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
     named_by, named = _conversation(body, session)
     parent = headers.get(_PARENT_HEADER, "")
     kept = {k: v for k, v in body.items() if k not in _CONTROLS}
+    told: list = []
     if route == "chat":
         kept["messages"] = _plain_assistants(kept["messages"])
+        told = _one_tool(kept)
+        if kept.get("tools") and kept.get("logprobs") is True:
+            # Beside tools the engine refuses these for a stream, which every ask is
+            # here, but takes its own word for them (20 is its default).
+            top = _count(kept, "top_logprobs", 0, 1000)
+            kept = {k: v for k, v in kept.items() if k not in ("logprobs",
+                                                               "top_logprobs")}
+            kept["n_probs"] = 20 if top is None else max(1, top)
     if "stop" in kept:                   # an empty stop string would stop at once
         stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
         kept["stop"] = [s for s in stops if s not in ("", None)]
@@ -1103,7 +1147,29 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         _class_of(body, named, limit), route == "chat" and _has_media(body["messages"]),
         limit, _digest(body["lora"]) if body.get("lora") else "",
         family=_digest(["family", parent or session]) if parent or session else "",
-        child=bool(parent) and parent != session)
+        child=bool(parent) and parent != session, steadied=tuple(told))
+
+
+def _one_tool(body: dict) -> list:
+    """A `tool_choice` that names a tool, as what llama-server understands (it reads an
+    object as "auto"): no other tool is offered and a call is required."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict):
+        return []
+    inner = choice.get("function")
+    name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise BadAsk("'tool_choice' is an object that names no function",
+                     'send {"type":"function","function":{"name":...}}, or auto, '
+                     "required, none", param="tool_choice")
+    tools = body.get("tools") if isinstance(body.get("tools"), list) else []
+    chosen = [t for t in tools if isinstance(t, dict)
+              and (t.get("function") or {}).get("name") == name]
+    if not chosen:
+        raise BadAsk(f"'tool_choice' names {name[:80]!r}; no such tool is offered",
+                     "add it to 'tools'", param="tool_choice")
+    body.update(tools=chosen, tool_choice="required")
+    return [f"tool_choice: only {name[:64]} is offered, and a call required"]
 
 
 def fan_out(request: Request) -> list:
@@ -1244,6 +1310,45 @@ def split_tool_head(event: dict) -> list:
     return [event, tail]
 
 
+def text_logprobs(entries: Sequence[dict], offset: int) -> dict:
+    """The engine's entries in the text endpoint's shape; `offset`: characters of the
+    reply before the first of them.  The engine's own ones stay under "content"."""
+    offsets = []
+    for e in entries:
+        offsets.append(offset)
+        offset += len(e.get("token") or "")
+    return {"tokens": [e.get("token") for e in entries],
+            "token_logprobs": [e.get("logprob") for e in entries],
+            "top_logprobs": [{t["token"]: t["logprob"]
+                              for t in e.get("top_logprobs") or ()} for e in entries],
+            "text_offset": offsets, "content": list(entries)}
+
+
+class CallNumbers:
+    """Distinct rising indices for the calls of a turn: pieces are tied by index alone,
+    but another id with a name under a known index is another call (F-03)."""
+
+    def __init__(self) -> None:
+        self._now: dict = {}             # the engine's index -> (our index, id)
+        self._n = 0
+
+    def renumber(self, pieces: Iterable[dict]) -> bool:
+        "Set each piece's `index`; did that change any?"
+        changed = False
+        for piece in pieces:
+            given = piece.get("index", 0)
+            name = (piece.get("function") or {}).get("name")
+            number, call_id = self._now.get(given, (None, None))
+            if number is None or (name and piece.get("id")
+                                  and piece["id"] != call_id):
+                number, call_id = self._n, piece.get("id")
+                self._now[given] = number, call_id
+                self._n += 1
+            changed = changed or piece.get("index") != number
+            piece["index"] = number
+        return changed
+
+
 class Dechunker:
     "Decodes chunked transfer coding as it arrives; `done` after the last chunk."
 
@@ -1279,6 +1384,7 @@ class Assembler:
         self._text: list = []
         self._thoughts: list = []
         self._calls: dict = {}           # index -> call; ids come only once
+        self._numbers = CallNumbers()
         self._logprobs: list = []
         self._finish: Optional[str] = None
         self._extra: dict = {}
@@ -1303,8 +1409,10 @@ class Assembler:
         elif key == "reasoning_content":
             self._thoughts.append(value or "")
         elif key == "tool_calls":
-            for piece in value or ():
-                call = self._calls.setdefault(piece.get("index", 0), {
+            value = [dict(piece) for piece in value or ()]
+            self._numbers.renumber(value)
+            for piece in value:
+                call = self._calls.setdefault(piece["index"], {
                     "type": "function", "function": {"name": "", "arguments": ""}})
                 function = piece.get("function") or {}
                 call["function"]["name"] = function.get("name") \
@@ -1331,7 +1439,7 @@ class Assembler:
             if self._logprobs:
                 choice["logprobs"] = {"content": self._logprobs}
         else:
-            logprobs = {"content": self._logprobs} if self._logprobs else None
+            logprobs = text_logprobs(self._logprobs, 0) if self._logprobs else None
             choice = {"text": "".join(self._text), "index": index,
                       "logprobs": logprobs, "finish_reason": self._finish}
         out = {"choices": [choice]}
@@ -4363,6 +4471,679 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
         i += 1
     memory.touch(used)
     return messages, [word for word in REPLAY_WORDS if word in said]
+
+
+# ============================================================================
+# 0. FALLBACK - the nearest form of an ask that this engine does not refuse.
+#    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
+#    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
+#    nearer_messages, lost_system, Habits.
+#
+#    Two parts of the engine refuse what other servers take: the compiler that makes a
+#    grammar of tool schemas, and chat templates.  What either takes is tried once, in
+#    steps from the ask itself, and then kept for the model: later asks get the same
+#    form at once, so that their prompts go on from each other.  Schemas are kept one
+#    by one: a tool is sent in one form whatever other tools stand beside it.
+# ============================================================================
+_SCHEMA_WORDS = re.compile(
+    r"JSON schema (?:error|conversion)|failed to parse grammar|Failed to parse tools|"
+    r"Unrecognized schema|Pattern must start|Error resolving ref|Invalid pattern|"
+    r"number of repetitions exceeds", re.I)
+_TEMPLATE_WORDS = re.compile(
+    r"Jinja Exception|While executing \w+ at line|Unable to generate parser|"
+    r"Failed to parse tool call arguments|2 or more assistant messages|"
+    r"leaves out a system message")
+_PLACE = re.compile(r"schema error at (#\S*): (.*)")
+_BAD_PATTERN = re.compile(r"^Invalid pattern (.*): [a-z ]+$", re.M)
+_MOST_REPEATS = 2000         # the grammar's own limit (b11434: 2001 is refused)
+_MOST_ENUM = 500             # values that are worth a grammar rule each
+_DEEPEST = 64
+_JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_BRANCHES = ("oneOf", "anyOf", "allOf")
+# What builds of the last years refused, or took for more than they could compile.
+_DUBIOUS = _SIZES + _BOUNDS + (
+    "pattern", "format", "multipleOf", "uniqueItems", "minProperties", "maxProperties",
+    "propertyNames", "patternProperties", "not", "if", "then", "else", "contains",
+    "minContains", "maxContains", "dependentRequired", "dependentSchemas",
+    "dependencies", "unevaluatedProperties", "unevaluatedItems", "contentEncoding",
+    "contentMediaType", "$schema", "$id")
+AS_SENT, MENDED, REDUCED, OPEN, HOPELESS = range(5)
+
+
+def is_schema_refusal(status: int, words: str) -> bool:
+    """Does this refusal speak of a schema or of the grammar made of one?
+
+    b11434 answers 400, for most faults already at /apply-template; what compiles but
+    makes no grammar ("failed to parse grammar") only at the ask itself.  A tool whose
+    description is null is a 500.
+    """
+    return 400 <= status <= 500 and bool(_SCHEMA_WORDS.search(words))
+
+
+def is_template_refusal(status: int, words: str) -> bool:
+    "Does the chat template (or what feeds it) refuse this history?"
+    return 400 <= status <= 500 and bool(_TEMPLATE_WORDS.search(words)) \
+        and not _SCHEMA_WORDS.search(words)
+
+
+def refusal_words(words: str) -> str:
+    "The one sentence for people in a refusal of many lines of template source."
+    found = re.findall(r"Jinja Exception: (.+)", words) or re.findall(
+        r"Error: (.+)", words)
+    return scrub((found[-1] if found else words.split("; tools =")[0]).strip())[:300]
+
+
+# ---- schemas -----------------------------------------------------------------
+def _target(root: Any, ref: Any) -> Any:
+    "What a $ref of the same document stands for; None when there is no such thing."
+    if not isinstance(ref, str) or not ref.startswith("#/"):
+        return None
+    for name in ref[2:].split("/"):
+        if isinstance(root, dict) and name in root:
+            root = root[name]
+        elif isinstance(root, list) and name.isdigit() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            return None
+    return root
+
+
+def _first_refs(root: Any, ref: str) -> set:
+    """Places of the $refs that are met below `ref` before anything must be written:
+    one that leads back to itself through these alone makes an endless rule."""
+    todo, seen, met = [ref], set(), set()
+    while todo:
+        place = todo.pop()
+        schema = _target(root, place)
+        if place in seen or not isinstance(schema, dict):
+            continue
+        seen.add(place)
+        if "$ref" in schema:
+            met.add(place)
+            todo.append(str(schema["$ref"]))
+            continue
+        for name in _BRANCHES:
+            if isinstance(schema.get(name), list):
+                todo += [f"{place}/{name}/{i}" for i in range(len(schema[name]))]
+    return met
+
+
+def _repeats_too_often(pattern: str) -> bool:
+    return any(int(n) > _MOST_REPEATS for n in re.findall(r"\{(\d{1,9})", pattern))
+
+
+class _Reducer:
+    "One walk through one schema; `dropped` names what did not survive, with its place."
+
+    def __init__(self, root: Any, rung: int, bad: Sequence[str]):
+        self.root, self.rung, self.bad = root, rung, bad
+        self.dropped: list = []
+
+    def walk(self, schema: Any, place: str = "#", depth: int = 0) -> dict:
+        if not isinstance(schema, dict):
+            self.drop(f"the schema {json.dumps(schema)[:40]}", place)
+            return {}
+        if depth > _DEEPEST and self.rung >= REDUCED:
+            self.drop("what is nested deeper", place)
+            return {}
+        if depth > 4 * _DEEPEST:
+            return schema
+        out = {k: v for k, v in schema.items() if self.keeps(k, v, schema, place)}
+        for name in _BRANCHES + ("items", "prefixItems"):
+            if isinstance(out.get(name), list):
+                out[name] = [self.walk(s, f"{place}/{name}/{i}", depth + 1)
+                             for i, s in enumerate(out[name])]
+            elif name in out:
+                out[name] = self.walk(out[name], f"{place}/{name}", depth + 1)
+        for name in ("properties", "$defs", "definitions"):
+            if isinstance(out.get(name), dict):
+                out[name] = {k: self.walk(s, f"{place}/{name}/{k}", depth + 1)
+                             for k, s in out[name].items()}
+        if isinstance(out.get("additionalProperties"), dict):
+            out["additionalProperties"] = self.walk(
+                out["additionalProperties"], f"{place}/additionalProperties", depth + 1)
+        if isinstance(out.get("type"), list):
+            known = [t for t in out["type"] if t in _JSON_TYPES]
+            if known != out["type"]:
+                self.drop(f"all but {known} of the types", place)
+            out["type"] = known
+        return self.filled(out, place) if self.rung >= REDUCED else out
+
+    def drop(self, what: str, place: str) -> bool:
+        self.dropped.append(f"{what} at {place}")
+        return False
+
+    def keeps(self, key: str, value: Any, schema: dict, place: str) -> bool:
+        "Is this keyword one that compiles (or, further down, that every build takes)?"
+        if self.rung >= REDUCED and (
+                key in _DUBIOUS
+                or (key == "enum" and isinstance(value, list)
+                    and len(value) > _MOST_ENUM)
+                or (key == "description" and not isinstance(value, str))):
+            return self.drop(key, place)
+        if self.fault(key, value, place):
+            return self.drop(f"{key} {json.dumps(value, ensure_ascii=False)[:60]}",
+                             place)
+        return True
+
+    def fault(self, key: str, value: Any, place: str) -> bool:
+        "What b11434 refuses, keyword by keyword; the rest it takes or overlooks."
+        if key == "$ref":
+            return _target(self.root, value) is None \
+                or place in _first_refs(self.root, value)
+        if key in _SIZES:
+            return type(value) is not int or not 0 <= value < 1 << 31 \
+                or (key == "minLength" and value > _MOST_REPEATS)
+        if key in _BOUNDS:
+            return isinstance(value, bool) or not isinstance(value, (int, float))
+        if key == "pattern":
+            return not isinstance(value, str) or value in self.bad \
+                or _repeats_too_often(value)
+        if key == "type":
+            given = value if isinstance(value, list) else [value]
+            return value is not None and not any(
+                isinstance(t, str) and t in _JSON_TYPES for t in given)
+        if key in _BRANCHES or key == "enum":
+            return not isinstance(value, list) or not value
+        if key == "additionalProperties":
+            return not isinstance(value, (bool, dict))
+        if key in ("properties", "$defs", "definitions"):
+            return not isinstance(value, dict)
+        return key == "format" and not isinstance(value, str)
+
+    def filled(self, schema: dict, place: str) -> dict:
+        "Types that older builds insist on, where they can only be meant."
+        for name in ("anyOf", "oneOf", "allOf"):
+            if len(schema.get(name) or ()) == 1:
+                only = schema.pop(name)[0]
+                return {**only, **schema}
+        if "type" not in schema:
+            for name, kind in (("properties", "object"), ("items", "array")):
+                if name in schema:
+                    return {"type": kind, **schema}
+            values = schema.get("enum") or [schema.get("const")]
+            if all(isinstance(v, str) for v in values):
+                return {"type": "string", **schema}
+        if not isinstance(schema.get("required", []), list):
+            self.drop("required", place)
+            schema.pop("required")
+        return schema
+
+
+def reduced_schema(schema: Any, rung: int, bad: Sequence[str] = ()) -> tuple:
+    """(schema, what was dropped): MENDED loses the keywords that b11434 cannot compile,
+    REDUCED all that any build is known to refuse, OPEN everything.
+
+    Names, descriptions, types, `required` and short enums stay.  `bad`: patterns that
+    the engine has called invalid.  The same input gives the same output.
+    """
+    if rung in (AS_SENT, HOPELESS):
+        return schema, []
+    if rung == OPEN:
+        return {"type": "object"}, ["everything but its being an object"]
+    reducer = _Reducer(schema, rung, bad)
+    out = reducer.walk(schema)
+    return out, reducer.dropped
+
+
+def reduced_tools(tools: Sequence[Any], rung_of: Callable[[Any], int],
+                  bad: Sequence[str] = ()) -> tuple:
+    "(tools, words): each tool's schema on its own rung; `tools` is left as it is."
+    out, words = [], []
+    for tool in tools:
+        function = _function(tool)
+        rung = AS_SENT if function is None else rung_of(function)
+        if rung in (AS_SENT, HOPELESS):
+            out.append(tool)
+            continue
+        lesser, dropped = dict(function), []
+        if not isinstance(lesser.get("description", ""), str):
+            lesser["description"] = ""
+            dropped.append("a description that is no text")
+        if lesser.get("parameters") is not None:
+            lesser["parameters"], more = reduced_schema(lesser["parameters"], rung, bad)
+            dropped += more
+        out.append(dict(tool, function=lesser))
+        if dropped:
+            words.append(f"schema of tool {str(function.get('name'))[:64]}: without "
+                         + _list(dropped))
+    return out, words
+
+
+def _function(tool: Any) -> Optional[dict]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) else None
+
+
+def _list(things: Sequence[str]) -> str:
+    head = ", ".join(things[:4])
+    return head + (f" and {len(things) - 4} more" if len(things) > 4 else "")
+
+
+class _Held(NamedTuple):
+    "One schema of a body: who has it, and what may become of it at worst."
+    label: str
+    value: Any                   # a tool's function, or the schema itself
+    schema: Any
+    last: int
+
+
+def _schemas(body: dict) -> list:
+    """Every schema of a body as a _Held.  What a reply was promised to look like may
+    lose what cannot be compiled, but is never given up."""
+    out = []
+    for tool in body.get("tools") or () if isinstance(body.get("tools"), list) else ():
+        function = _function(tool)
+        if function is not None:
+            out.append(_Held(f"tool {str(function.get('name'))[:64]}", function,
+                             function.get("parameters"), OPEN))
+    for label, schema in _formats(body):
+        out.append(_Held(label, schema, schema, REDUCED))
+    return out
+
+
+def _with_place(held: Sequence[_Held], place: Any) -> list:
+    "Those that have the place (a match of _PLACE) that a refusal names."
+    return [h for h in held if place.group(1) == "#"
+            or _target(h.schema, place.group(1)) is not None]
+
+
+def _has_pattern(held: _Held, patterns: Sequence[str]) -> bool:
+    text = json.dumps(held.schema, default=str)
+    return any(json.dumps(p) in text for p in patterns)
+
+
+def _formats(body: dict) -> list:
+    "(label, schema) of what the reply must look like."
+    out, form = [], body.get("response_format")
+    if isinstance(form, dict):
+        inner = form.get("json_schema")
+        if isinstance(inner, dict) and "schema" in inner:
+            out.append(("response_format", inner["schema"]))
+        elif "schema" in form:
+            out.append(("response_format", form["schema"]))
+    if "json_schema" in body:
+        out.append(("json_schema", body["json_schema"]))
+    return out
+
+
+# ---- messages ----------------------------------------------------------------
+def _plain(content: Any) -> Any:
+    "Content as one text where it is nothing but text."
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(
+            isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "\n".join(str(p.get("text") or "") for p in content)
+    return content
+
+
+def _glued(a: Any, b: Any) -> Any:
+    "Two contents as one, a blank line between them."
+    a, b = _plain(a), _plain(b)
+    if isinstance(a, str) and isinstance(b, str):
+        return "\n\n".join(filter(None, (a, b)))
+    parts = [c if isinstance(c, list) else [text_part(c)] for c in (a, b) if c != ""]
+    return [p for many in parts for p in many]
+
+
+def _is_system(m: dict) -> bool:
+    return m.get("role") in ("system", "developer")
+
+
+def _plain_texts(messages: list) -> list:
+    return [dict(m, content=_plain(m.get("content"))) for m in messages]
+
+
+def _known_roles(messages: list) -> list:
+    out = []
+    for m in messages:
+        role = m.get("role")
+        if role in ("system", "developer", "user", "assistant", "tool"):
+            out.append(m)
+            continue
+        head = f"Result of {m.get('name') or 'a function'}:" if role == "function" \
+            else f"{role}:"
+        out.append({"role": "user", "content": _glued(head, m.get("content"))})
+    return out
+
+
+def _each_call(messages: list, change: Callable[[dict], dict]) -> list:
+    return [dict(m, tool_calls=[change(c) if isinstance(c, dict) else c
+                                for c in m["tool_calls"]])
+            if isinstance(m.get("tool_calls"), list) else m for m in messages]
+
+
+def _object_arguments(messages: list) -> list:
+    "Arguments that are no JSON object inside of one, word for word."
+    def change(call: dict) -> dict:
+        function = _function(call)
+        given = function.get("arguments") if function else {}
+        try:
+            value = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            value = {"text": given} if given.strip() else {}
+        else:
+            if function is None or isinstance(value, dict):
+                return call
+            value = {} if value is None else {"value": value}
+        return dict(call, function=dict(function, arguments=dump_json(
+            value, "arguments")))
+    return _each_call(messages, change)
+
+
+def _short_ids(messages: list) -> list:
+    "Call ids of nine letters and digits, which some templates insist on."
+    def short(value: Any) -> str:
+        if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9]{9}", value):
+            return value
+        return hashlib.blake2b(str(value).encode("utf-8", "surrogatepass"),
+                               digest_size=5).hexdigest()[:9]
+    out = _each_call(messages, lambda c: dict(c, id=short(c.get("id"))))
+    return [dict(m, tool_call_id=short(m.get("tool_call_id")))
+            if m.get("role") == "tool" else m for m in out]
+
+
+def _no_thoughts_in_calls(messages: list) -> list:
+    return [{k: v for k, v in m.items() if k != "reasoning_content"}
+            if m.get("tool_calls") and m.get("content") else m for m in messages]
+
+
+def _no_thoughts(messages: list) -> list:
+    return [{k: v for k, v in m.items() if k not in ("reasoning_content", "reasoning")}
+            for m in messages]
+
+
+def _calls_as_text(messages: list) -> list:
+    "Calls and results in words, for templates that know neither."
+    names: dict = {}
+    out = []
+    for m in messages:
+        if m.get("role") == "tool":
+            name = names.get(m.get("tool_call_id")) or m.get("name") or "a tool"
+            out.append({"role": "user", "content": _glued(f"Result of {name}:",
+                                                          m.get("content"))})
+        elif m.get("tool_calls"):
+            told = []
+            for call in m["tool_calls"]:
+                function = _function(call) or {}
+                names[call.get("id") if isinstance(call, dict) else None] = \
+                    function.get("name")
+                given = function.get("arguments")
+                given = given if isinstance(given, str) else json.dumps(given)
+                told.append(f"I call {function.get('name')} with {given}")
+            out.append(dict({k: v for k, v in m.items() if k != "tool_calls"},
+                            content=_glued(m.get("content"), "\n".join(told))))
+        else:
+            out.append(m)
+    return out
+
+
+def _reminder(content: Any) -> Any:
+    if isinstance(content, str):
+        return f"<system-reminder>\n{content}\n</system-reminder>"
+    return [text_part("<system-reminder>"), *content, text_part("</system-reminder>")]
+
+
+def _one_system(messages: list) -> list:
+    """System texts in front as one; a later one as a reminder by the user, so that what
+    stands before it keeps its tokens."""
+    n = next((i for i, m in enumerate(messages) if not _is_system(m)), len(messages))
+    out: list = []
+    if n:
+        content = messages[0].get("content")
+        for m in messages[1:n]:
+            content = _glued(content, m.get("content"))
+        out.append(dict(messages[0], role="system", content=content))
+    for m in messages[n:]:
+        if _is_system(m):
+            m = {"role": "user", "content": _reminder(_plain(m.get("content")))}
+        out.append(m)
+    return out
+
+
+def _no_system(messages: list) -> list:
+    "The system text at the head of the first user message."
+    out = _one_system(messages)
+    if not out or not _is_system(out[0]):
+        return out
+    head, rest = out[0], out[1:]
+    if rest and rest[0].get("role") == "user":
+        first = dict(rest[0], content=_glued(head.get("content"),
+                                             rest[0].get("content")))
+        return [first] + rest[1:]
+    return [dict(head, role="user")] + rest
+
+
+def _bridged(messages: list) -> list:
+    "A word of the assistant between a result and what the user says next."
+    out: list = []
+    for m in messages:
+        if out and out[-1].get("role") == "tool" and m.get("role") == "user":
+            out.append({"role": "assistant", "content": "(noted)"})
+        out.append(m)
+    return out
+
+
+def _alternating(messages: list) -> list:
+    "Neighbours of one role as one message; the first word is the user's."
+    out: list = []
+    for m in messages:
+        last = out[-1] if out else {}
+        if m.get("role") == last.get("role") and m.get("role") in ("user", "assistant"):
+            both = dict(last, **m)
+            both["content"] = _glued(last.get("content"), m.get("content"))
+            calls = (last.get("tool_calls") or []) + (m.get("tool_calls") or [])
+            thoughts = [x["reasoning_content"] for x in (last, m)
+                        if isinstance(x.get("reasoning_content"), str)]
+            both.update({"tool_calls": calls} if calls else {})
+            if thoughts:
+                both["reasoning_content"] = "\n\n".join(thoughts)
+            out[-1] = both
+            continue
+        if m.get("role") == "assistant" and (not out or _is_system(last)):
+            out.append({"role": "user", "content": "(the conversation goes on)"})
+        out.append(m)
+    return out
+
+
+class _Form(NamedTuple):
+    change: Callable[[list], list]
+    words: str                   # for people, in `cache.steadied` and the log
+    hint: str                    # refusals that ask for this one
+
+
+# In the order in which they are applied: each leaves what the later ones expect.
+_FORMS = {
+    "text": _Form(_plain_texts, "contents as plain text", r"content|string|concat"),
+    "roles": _Form(_known_roles, "unknown roles told by the user", r"role"),
+    "args": _Form(_object_arguments, "call arguments as objects", r"argument"),
+    "ids": _Form(_short_ids, "call ids of nine letters", r"\bIDs?\b.*(length|9)"),
+    "thoughts": _Form(_no_thoughts_in_calls, "no reasoning beside a call with text",
+                      r"think|reason|thought"),
+    "no_thoughts": _Form(_no_thoughts, "no reasoning", r"think|reason|thought"),
+    "calls": _Form(_calls_as_text, "calls and results told as text", r"tool|function"),
+    "system": _Form(_one_system, "one system message in front, later ones as reminders",
+                    r"system"),
+    "no_system": _Form(_no_system, "the system text in the first user message",
+                       r"system.*not|support"),
+    "bridge": _Form(_bridged, "a word between a result and the user's text",
+                    r"altern|tool"),
+    "alternate": _Form(_alternating, "neighbours of one role merged",
+                       r"altern|after|2 or more")}
+# From what changes least of the meaning to what changes most.
+_NEAREST = ("text", "args", "ids", "system", "alternate", "bridge", "roles",
+            "no_system", "thoughts", "no_thoughts", "calls")
+
+
+def apply_forms(messages: list, forms: Iterable[str]) -> tuple:
+    """(messages, words): the history in these forms; only what must change does.
+
+    Looks only backwards, so the forms of one turn begin like those of the next.
+    """
+    words, forms = [], set(forms)
+    for name, form in _FORMS.items():
+        if name in forms:
+            changed = form.change(messages)
+            if changed != messages:
+                words.append("template: " + form.words)
+                messages = changed
+    return messages, words
+
+
+def nearer_forms(messages: list, refusal: str, known: Iterable[str] = ()) -> Iterable:
+    """Sets of forms to try after this refusal, nearest first: one that the refusal's
+    words ask for, any one, then ever more of them together.
+
+    `known` ones are part of each.  Sets that change nothing new are left out.
+    """
+    known = frozenset(known)
+    asked = refusal_words(refusal)
+    singles = sorted((n for n in _NEAREST if n not in known),
+                     key=lambda n: not re.search(_FORMS[n].hint, asked, re.I))
+    growing = [set(_NEAREST[:i]) for i in range(2, len(_NEAREST) + 1)]
+    seen = [apply_forms(messages, known)[0]]
+    for forms in [{n} for n in singles] + growing:
+        forms = known | forms
+        changed = apply_forms(messages, forms)[0]
+        if changed not in seen:
+            seen.append(changed)
+            yield forms
+
+
+def nearer_messages(messages: list, refusal: str, known: Iterable[str] = ()) \
+        -> Iterable:
+    "(messages, words) of each of `nearer_forms`."
+    for forms in nearer_forms(messages, refusal, known):
+        yield apply_forms(messages, forms)
+
+
+def lost_system(messages: list, prompt: str) -> bool:
+    "Did the template leave out a system message without a word?"
+    for m in messages:
+        if _is_system(m):
+            text = _plain(m.get("content"))
+            line = text.strip().split("\n")[0].strip()[:60] \
+                if isinstance(text, str) else ""
+            if line and line not in prompt:
+                return True
+    return False
+
+
+# ---- what was learned ----------------------------------------------------------
+class Habits:
+    "What one model's engine was found to take; told by its refusals, bounded."
+    MOST = 512                   # schemas and patterns that are remembered
+
+    def __init__(self) -> None:
+        self.forms: frozenset = frozenset()
+        self.silent = False      # its template drops system texts, and nothing helps
+        self._rungs: OrderedDict = OrderedDict()     # digest of a schema -> rung
+        self._bad: OrderedDict = OrderedDict()       # patterns called invalid
+
+    @staticmethod
+    def _digest(value: Any) -> bytes:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"),
+                               digest_size=12).digest()
+
+    def rung(self, value: Any) -> int:
+        return self._rungs.get(self._digest(value), AS_SENT) if self._rungs else AS_SENT
+
+    def _at(self, held: _Held, rung: int) -> Any:
+        "A holder's value on a rung, to see whether that rung changes anything."
+        if held.value is held.schema or not isinstance(held.value, dict):
+            return reduced_schema(held.schema, rung, tuple(self._bad))[0]
+        return reduced_tools([{"function": held.value}], lambda f: rung,
+                             tuple(self._bad))[0]
+
+    def fit(self, body: dict, forms: Optional[Iterable[str]] = None) -> tuple:
+        """(body, words): the ask in the forms that are known to be taken; with `forms`
+        in those instead."""
+        forms = self.forms if forms is None else forms
+        if not (forms or self._rungs):
+            return body, []
+        out, words = dict(body), []
+        if forms and isinstance(body.get("messages"), list):
+            out["messages"], words = apply_forms(body["messages"], forms)
+        if self._rungs:
+            words += self._fit_schemas(out)
+        return (out, words) if words else (body, [])
+
+    def _fit_schemas(self, out: dict) -> list:
+        words, bad = [], tuple(self._bad)
+        if isinstance(out.get("tools"), list):
+            out["tools"], words = reduced_tools(out["tools"], self.rung, bad)
+        for label, schema in _formats(out):
+            lesser, dropped = reduced_schema(schema, self.rung(schema), bad)
+            if not dropped:
+                continue
+            words.append(f"schema of {label}: without {_list(dropped)}")
+            if label == "json_schema":
+                out[label] = lesser
+            elif isinstance(out[label].get("json_schema"), dict):
+                out[label] = dict(out[label], json_schema=dict(
+                    out[label]["json_schema"], schema=lesser))
+            else:
+                out[label] = dict(out[label], schema=lesser)
+        return words
+
+    def blamed(self, body: dict, refusal: str) -> list:
+        """The schemas a refusal may be about: those with the patterns it calls invalid,
+        those with a fault known to be refused, those that have the place it names, all
+        with dubious keywords, all: the first of these sets that is not empty."""
+        place, patterns = _PLACE.search(refusal), _BAD_PATTERN.findall(refusal)
+        everyone = _schemas(body)
+        named = [h for h in everyone if _has_pattern(h, patterns)] if patterns else \
+            _with_place(everyone, place) if place else []
+        held = [h for h in named or everyone if self.rung(h.value) < HOPELESS]
+        if patterns:
+            return held
+        faulty = [h for h in held if self.rung(h.value) < MENDED
+                  and self._at(h, MENDED) != self._at(h, AS_SENT)]
+        return faulty or (named and held) or [
+            h for h in held if self.rung(h.value) < REDUCED
+            and self._at(h, REDUCED) != self._at(h, AS_SENT)] or held
+
+    def climb(self, body: dict, refusal: str) -> bool:
+        "Take the refused schemas of an ask a rung down; False when none is left to."
+        if "grammar" in body:
+            return False                 # the client's own grammar is what is refused
+        patterns = [p for p in _BAD_PATTERN.findall(refusal)[:32] if p not in self._bad]
+        self._bad.update(dict.fromkeys(patterns))
+        if any(MENDED <= self.rung(h.value) < OPEN and _has_pattern(h, patterns)
+               for h in _schemas(body)):
+            return True                  # that alone gives them another form
+        moved = False
+        for held in self.blamed(body, refusal):
+            now = rung = self.rung(held.value)
+            while rung < held.last and self._at(held, rung) == self._at(held, now):
+                rung += 1
+            if self._at(held, rung) == self._at(held, now):
+                rung = HOPELESS
+            self._rungs[self._digest(held.value)] = rung
+            moved = moved or rung < HOPELESS
+        for memory in (self._rungs, self._bad):
+            while len(memory) > self.MOST:
+                memory.popitem(last=False)
+        return moved
+
+    def schema_hint(self, body: dict, refusal: str) -> str:
+        "Which schema is in the way, and where: for the client whose ask fails."
+        place = _PLACE.search(refusal)
+        at = f" at {place.group(1)} ({scrub(place.group(2))[:120]})" if place else ""
+        held = _schemas(body)
+        if place:
+            held = _with_place(held, place) or held
+        patterns = _BAD_PATTERN.findall(refusal)
+        if patterns:
+            at = f", which has the pattern {scrub(patterns[0])[:120]!r}"
+            held = [h for h in held if _has_pattern(h, patterns)] or held
+        if not held or "grammar" in body:
+            return "mend the grammar that was sent"
+        return f"simplify the schema of {_list([h.label for h in held])}{at}"
 
 
 # ============================================================================
@@ -8107,10 +8888,12 @@ class Shelf:
 
 # ============================================================================
 # 25. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
 _CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcuts that are checked
+_MODELS_KNOWN = 16                   # whose habits are kept
+_LEFT_OUT = "the chat template leaves out a system message"
 
 
 class Prompter:
@@ -8125,6 +8908,7 @@ class Prompter:
         self.lock, self.ability = lock, ability
         self.shortcut_on = config.shortcut
         self._shortcuts = 0
+        self._habits: OrderedDict = OrderedDict()    # model and its abilities -> Habits
         self.forget()
 
     def forget(self) -> None:
@@ -8137,25 +8921,118 @@ class Prompter:
 
     def prepare(self, request: Request, core: bytes) -> Optional[Prompt]:
         """The ask's tokens; None when they cannot be known (then it is forwarded
-        as it is).  Raises BadAsk for a prompt that cannot fit."""
+        as it is).  Raises BadAsk for a prompt that cannot fit, and the engine's own
+        words when its template or grammar refuses this form (see `learn`)."""
         info = self.engine.info
         if request.media or info is None:
             return None
         try:
             if request.route == "chat":
                 self._count("template_calls")
-                prompt = self._from_text(self.engine.render(core))
+                text = self.engine.render(core)
+                self._look_for_losses(request, text)
+                prompt = self._from_text(text)
             else:
                 prompt = self._from_prompt(request.body["prompt"])
         except EngineGone:
             raise
         except (TokiError, KeyError, TypeError, OverflowError) as error:
+            if isinstance(error, TokiError) and self._is_refusal(error):
+                raise
             # The ask itself will get the engine's own words about it.
             log.debug("the prompt could not be rendered: %s", error)
             return None
         if info.n_ctx and len(prompt.tokens) >= info.n_ctx:
             raise prompt_size_error(len(prompt.tokens), info.n_ctx)
         return prompt
+
+    # ---- forms that are not refused -------------------------------------------
+    def habits(self) -> Habits:
+        "What is known of the engine's model; a changed template is another model."
+        info = self.engine.info
+        key = info and (info.model, info.path, repr(sorted(info.template.items())))
+        with self.lock:
+            habits = self._habits.pop(key, None) or Habits()
+            self._habits[key] = habits
+            while len(self._habits) > _MODELS_KNOWN:
+                self._habits.popitem(last=False)
+        return habits
+
+    def fitted(self, request: Request) -> Request:
+        "The ask in the form that this model is known to take; most need no other."
+        habits = self.habits()
+        with self.lock:
+            body, words = habits.fit(request.body)
+            sent = request.sent and apply_forms(request.sent, habits.forms)[0]
+        if not words:
+            return request
+        return request._replace(
+            body=body, sent=sent, before=request.body.get("messages"),
+            steadied=(*request.steadied, *words))
+
+    @staticmethod
+    def _is_refusal(error: TokiError) -> bool:
+        return is_schema_refusal(error.status, error.message) \
+            or is_template_refusal(error.status, error.message)
+
+    def learn(self, given: Request, sent: Request, error: TokiError) -> bool:
+        """After a refusal of `sent`, which is `given` as it was fitted: is there now
+        another form of it to send?  If not, `error` has a hint for the client."""
+        if not self._is_refusal(error):
+            return False
+        if self.fitted(given).body != sent.body:
+            return True                  # another ask has learned it meanwhile
+        habits, words = self.habits(), error.message
+        if is_schema_refusal(error.status, words):
+            with self.lock:
+                learned = habits.climb(given.body, words)
+                hint = "" if learned else habits.schema_hint(given.body, words)
+        else:
+            learned = given.route == "chat" and self._find_forms(habits, given, words)
+            hint = "the chat template of this model takes no such history: " \
+                + refusal_words(words)
+        if learned:
+            log.info("refused (%s); sent in another form: %s", refusal_words(words),
+                     "; ".join(self.fitted(given).steadied) or "as it was")
+            return True
+        error.hint, error.status, error.kind = hint, 400, "invalid_request_error"
+        return False
+
+    def _find_forms(self, habits: Habits, given: Request, refusal: str) -> bool:
+        "Try the template itself, nearest form first; then leave out what was not it."
+        messages, old = given.body["messages"], habits.forms
+        found = next((f for f in nearer_forms(messages, refusal, old)
+                      if self._takes(habits, given, f)), None)
+        if found is None and _LEFT_OUT in refusal:
+            with self.lock:
+                habits.silent = True     # no form helps: it goes as it is
+            return True
+        if found is None:
+            return False
+        for name in sorted(found - old):
+            if len(found - old) > 1 and self._takes(habits, given, found - {name}):
+                found = found - {name}
+        with self.lock:
+            habits.forms = habits.forms | found
+        return True
+
+    def _takes(self, habits: Habits, given: Request, forms: Iterable[str]) -> bool:
+        "Does the template render the ask in these forms, with all it is told to do?"
+        with self.lock:
+            body = habits.fit(given.body, forms)[0]
+        self._count("template_calls")
+        try:
+            text = self.engine.render(core_json(given._replace(body=body)))
+        except EngineGone:
+            raise
+        except TokiError as error:
+            return is_schema_refusal(error.status, error.message)
+        return not lost_system(given.body["messages"], text)
+
+    def _look_for_losses(self, request: Request, text: str) -> None:
+        "Raise a refusal for a template that leaves out a system message silently."
+        if lost_system(request.body["messages"], text) and not self.habits().silent:
+            raise TokiError(_LEFT_OUT, status=400)
 
     def _from_prompt(self, value: Any) -> Prompt:
         if isinstance(value, str):
@@ -9850,6 +10727,7 @@ class Desk:
         else:
             request = parse_ask("chat", ask)
         keeper, quiet = self.keeper, lambda phase: None
+        request = keeper.prompter.fitted(request)
         lease = keeper.admit(request, core_json(request), quiet)
         held = spent = 0
         try:
@@ -10432,6 +11310,9 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 #    STEADY, MACHINE, ENGINE, RECALL, MOVES, KEEPER, DESK, HTTP.
 #    offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
+_MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
+
+
 class Route(NamedTuple):
     method: str
     path: str
@@ -10634,6 +11515,8 @@ class _StreamReply(_Reply):
     def start(self, lease: Lease, many: int) -> None:
         self.splitter, self.heard = EventSplitter(), Transcript()
         self.ask, self.many = lease.request, many
+        self.n_chars = 0                 # of a text whose tokens have logprobs
+        self.numbers = CallNumbers()
         self.fresh = True                # the first event of this ask is to come
         if not self.x.committed:
             plan = lease.plan
@@ -10695,6 +11578,7 @@ class _StreamReply(_Reply):
         "The bytes for the client; b\"\" for what is not its business."
         if not self.fresh and self.many == 1 and b'"timings"' not in raw \
                 and b'"tool_calls"' not in raw and raw.startswith(b'data: {"choices"') \
+                and (b'"logprobs":{' not in raw or self.request.route == "chat") \
                 and b'"prompt_progress"' not in raw:
             self.heard.add(raw)
             for old, new in self.replace:
@@ -10724,6 +11608,11 @@ class _StreamReply(_Reply):
         choices = event.get("choices") or []
         for choice in choices:
             choice["index"] = self.index
+            self.numbers.renumber((choice.get("delta") or {}).get("tool_calls") or ())
+            told = choice.get("logprobs")
+            if "text" in choice and isinstance(told, dict) and "content" in told:
+                choice["logprobs"] = text_logprobs(told["content"], self.n_chars)
+                self.n_chars += len(choice["text"] or "")
         timings = read_timings(event)
         if timings and (not choices or choices[0].get("finish_reason")):
             self.finished(lease, timings)
@@ -11011,7 +11900,8 @@ class Gateway:
                 request = parse_ask(kind, body, x.headers, client)._replace(
                     sent=request.body["messages"])
         return request._replace(asked=asked, at=int(self.edges.clock.wall()),
-                                owner=owner, steadied=said)
+                                owner=owner,
+                                steadied=(*request.steadied, *said))
 
     @staticmethod
     def _owner_of(x: Exchange) -> str:
@@ -11022,8 +11912,9 @@ class Gateway:
     def remember(self, reply: "_Reply") -> None:
         "The reply is about to end: what it said may come back changed."
         if reply.ask.route == "chat" and reply.many == 1:
-            self.recall.remember(reply.ask.body["messages"], reply.heard,
-                                 reply.ask.owner)
+            ask = reply.ask
+            self.recall.remember(ask.before or ask.body["messages"], reply.heard,
+                                 ask.owner)
 
     def responded(self, request: Request, reply: dict) -> None:
         if reply.get("object") == "response":
@@ -11045,8 +11936,9 @@ class Gateway:
     def _count_tokens(self, x: Exchange) -> None:
         request = self._read(x, "chat")
         self._need_engine()
+        prepare = self.keeper.prompter.prepare
         try:
-            prompt = self.keeper.prompter.prepare(request, core_json(request))
+            prompt = self._fitting(request, lambda r: prepare(r, core_json(r)))
             n = len(prompt.tokens) if prompt is not None else 0
         except BadAsk as error:
             n = error.extra.get("n_prompt_tokens", 0)
@@ -11068,6 +11960,8 @@ class Gateway:
             raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
                          "send text only, or serve a model with vision",
                          param="messages")
+        if request.media:
+            check_pictures(request.body["messages"])
 
     def _run(self, ask: Request, reply: Any, many: int) -> None:
         """One ask: tokens, slot, engine, settle.  When the engine dies before the
@@ -11075,8 +11969,7 @@ class Gateway:
         for attempt in range(4):
             self.keeper.wait_ready(reply.tick)
             try:
-                ask, core, lease = self._admitted(ask, reply)
-                self._dispatch(ask, core, lease, reply, many)
+                self._fitting(ask, lambda fit: self._run_once(fit, reply, many), reply)
                 return
             except EngineGone as error:
                 if attempt == 3 or reply.started:
@@ -11086,6 +11979,31 @@ class Gateway:
                 # A dying process may answer /health for a moment yet.
                 self.edges.clock.sleep(0.2 * (attempt + 1))
                 self.keeper.watch_once()
+
+    def _run_once(self, ask: Request, reply: Any, many: int) -> None:
+        ask, core, lease = self._admitted(ask, reply)
+        self._dispatch(ask, core, lease, reply, many)
+
+    def _fitting(self, ask: Request, run: Callable[[Request], Any],
+                 reply: Any = None) -> Any:
+        """run(the ask in a form that is taken): what template or grammar refuse is
+        tried in nearer and nearer forms; when all fail the first refusal is raised."""
+        prompter, first = self.keeper.prompter, None
+        for _ in range(_MOST_FORMS):
+            fit = prompter.fitted(ask)
+            try:
+                return run(fit)
+            except EngineGone:
+                raise
+            except TokiError as error:
+                if (reply is not None and reply.started) \
+                        or not prompter.learn(ask, fit, error):
+                    if first is not None and error.hint:
+                        first.hint, first.status, first.kind = \
+                            error.hint, error.status, error.kind
+                    raise (first or error) from None
+                first = first or error
+        raise first
 
     def _admitted(self, ask: Request, reply: Any) -> tuple:
         """(ask, its body, its lease).  An ask that is refused in the form toki gave it
@@ -11098,7 +12016,7 @@ class Gateway:
                 raise
             log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
             ask = ask._replace(body=dict(ask.body, messages=ask.sent), sent=None,
-                               steadied=())
+                               before=None, steadied=())
             return self._admitted(ask, reply)
 
     def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
