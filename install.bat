@@ -124,17 +124,20 @@ exit /b 0
 
 :try_python
 set "ASK=import sys,ssl,sqlite3,zlib;print(getattr(sys,'_base_executable','') or sys.executable) if sys.version_info>=(3,9) else sys.exit(1)"
-for /f "usebackq delims=" %%P in (`^"%~1^" -I -c "%ASK%" 2^>nul`) do set "PY=%%P"
+set "ANSWER=%TEMP%\toki-python-%RANDOM%.txt"
+"%~1" -I -c "%ASK%" >"%ANSWER%" 2>nul
+if not errorlevel 1 set /p PY=<"%ANSWER%"
+if exist "%ANSWER%" del "%ANSWER%"
 exit /b 0
 
 rem The user's PATH only, through PowerShell: setx cuts it at 1024 characters.
 :on_path
-powershell -NoProfile -NonInteractive -Command "$d=$env:SHARE; $p=[Environment]::GetEnvironmentVariable('Path','User'); if (($p -split ';') -notcontains $d) { [Environment]::SetEnvironmentVariable('Path', ($p.TrimEnd(';') + ';' + $d).TrimStart(';'), 'User'); 'PATH: added for new windows' }"
+powershell -NoProfile -NonInteractive -Command "$d=$env:SHARE; $p=[string][Environment]::GetEnvironmentVariable('Path','User'); if (($p -split ';') -notcontains $d) { [Environment]::SetEnvironmentVariable('Path', ($p.TrimEnd(';') + ';' + $d).TrimStart(';'), 'User'); 'PATH: added for new windows' }"
 if errorlevel 1 echo PATH: add %SHARE% to it in your account's environment variables
 exit /b 0
 
 :off_path
-powershell -NoProfile -NonInteractive -Command "$d=$env:SHARE; $p=[Environment]::GetEnvironmentVariable('Path','User'); if ($p) { [Environment]::SetEnvironmentVariable('Path', (($p -split ';') -ne $d -join ';'), 'User') }"
+powershell -NoProfile -NonInteractive -Command "$d=$env:SHARE; $p=[string][Environment]::GetEnvironmentVariable('Path','User'); if ($p) { [Environment]::SetEnvironmentVariable('Path', ((($p -split ';') -ne $d) -join ';'), 'User') }"
 exit /b 0
 
 :no_python
