@@ -5779,6 +5779,7 @@ class EngineProcess:
         self.env = env or {}             # what this engine's launches export
         self.process: Any = None
         self.tail: deque = deque(maxlen=200)
+        self.pump: Optional[threading.Thread] = None
 
     def start(self) -> None:
         "Start it; EngineGone when the program cannot be run."
@@ -5792,7 +5793,9 @@ class EngineProcess:
         except OSError as error:
             raise EngineGone(f"{self.argv[0]} cannot be started: {error}",
                              "give another with --engine-bin") from None
-        threading.Thread(target=self._pump, name="toki-engine-log", daemon=True).start()
+        self.pump = threading.Thread(target=self._pump, name="toki-engine-log",
+                                     daemon=True)
+        self.pump.start()
 
     def _pump(self) -> None:
         "Copy the engine's output to its log; never stop draining, or it would block."
@@ -5810,6 +5813,8 @@ class EngineProcess:
     def why_it_ended(self) -> str:
         "One sentence with the last words of the engine."
         code = self.process.poll() if self.process else None
+        if self.pump is not None and code is not None:
+            self.pump.join(2)                # its last words may still be on the way
         words = [line for line in self.tail if re.search(r"error|fail|abort|terminate",
                                                          line, re.I)]
         last = (words or list(self.tail) or ["it said nothing"])[-1].strip()[:300]
@@ -11621,7 +11626,7 @@ def given_flags(config: Config, without: Sequence[str]) -> list:
     for s in SETTINGS:
         value = getattr(config, s.name)
         if s.name not in without and not s.secret and value != s.default:
-            out += ["--" + s.name.replace("_", "-"), str(value)]
+            out.append(f"--{s.name.replace('_', '-')}={value}")
     return out
 
 
