@@ -138,17 +138,18 @@ place_program() {
         mv -f "$share/.toki.py.new" "$share/toki.py"
         echo "toki.py: $share/toki.py"
     fi
+    # Imported, not run as a script, so that Python keeps the compiled file.
+    start='import sys; sys.path.insert(0, sys.argv.pop(1)); import toki'
+    start="$start; sys.exit(toki.main())" flags='-I'
     {
         echo '#!/bin/sh'
         echo '# toki launcher, written by install.sh'
         if [ -d "$share/extras" ]; then
             printf 'PYTHONPATH=%s\nexport PYTHONPATH\n' "$(quoted "$share/extras")"
-            printf 'exec %s -s -X utf8 %s "$@"\n' "$(quoted "$python")" \
-                "$(quoted "$share/toki.py")"
-        else
-            printf 'exec %s -I -X utf8 %s "$@"\n' "$(quoted "$python")" \
-                "$(quoted "$share/toki.py")"
+            flags='-s'
         fi
+        printf 'exec %s %s -X utf8 -c %s %s "$@"\n' "$(quoted "$python")" "$flags" \
+            "$(quoted "$start")" "$(quoted "$share")"
     } >"$bin/.toki.new"
     chmod 755 "$bin/.toki.new"
     if [ -f "$bin/toki" ] && ! grep -q 'written by install.sh' "$bin/toki"; then
@@ -236,19 +237,23 @@ install_toki() {
     fi
 }
 
-# Where state and settings are, as the program itself knows.
-toki_places() {
+# Ends service and daemon (what they say goes to stderr); prints the folders of state and
+# settings, as the program itself knows them.
+stop_toki() {
     "$python" -I -B -c '
-import os, sys
+import contextlib, os, sys
 sys.path.insert(0, sys.argv[1])
 import toki
+with contextlib.redirect_stdout(sys.stderr):
+    toki.main(["service", "remove"])
+    toki.main(["down"])
 where = toki.places(dict(os.environ), os.environ.get("TOKI_STATE_DIR", ""))
 print(where.state)
-print(os.path.dirname(where.config_file))' "$share" 2>/dev/null
+print(os.path.dirname(where.config_file))' "$share"
 }
 
-# Removes a folder of toki's; never a home folder or what holds one.
-purge_folder() {
+# Refuses to purge a home folder, what holds one, and what does not look like toki's.
+may_purge() {
     [ -d "$1" ] || return 0
     case "$HOME/" in "${1%/}"/*) fail "$1 holds your home: not removed" ;; esac
     case $1 in
@@ -256,6 +261,10 @@ purge_folder() {
         *) [ -e "$1/token" ] || [ -e "$1/daemon.lock" ] || [ -d "$1/engines" ] ||
             [ -d "$1/logs" ] || fail "$1 does not look like toki's state: not removed" ;;
     esac
+}
+
+purge_folder() {
+    [ -d "$1" ] || return 0
     du -sh "$1" 2>/dev/null | sed 's/^/removing /'
     rm -rf "$1"
 }
@@ -269,11 +278,14 @@ uninstall() {
     state='' config=''
     if [ -f "$share/toki.py" ]; then
         find_python
-        "$python" -I "$share/toki.py" service remove || true
-        "$python" -I "$share/toki.py" down || true
-        places=$(toki_places) || places=''
+        places=$(stop_toki) || places=''
         state=$(printf '%s\n' "$places" | sed -n 1p)
         config=$(printf '%s\n' "$places" | sed -n 2p)
+    fi
+    if [ -n "$purge" ]; then
+        for folder in "$state" "$config"; do
+            [ -z "$folder" ] || may_purge "$folder"
+        done
     fi
     step 2 3 "removing the program"
     if [ -f "$bin/toki" ] && grep -q 'written by install.sh' "$bin/toki"; then
