@@ -6879,6 +6879,69 @@ class RealShelf(Real):
             self.assertEqual(got, raw["choices"][0]["message"]["content"], cut)
 
 
+class RealInstall(Real):
+    "Engines are installed, and mended, with a real llama-server."
+
+    def broken_template(self):
+        "A tiny model whose chat template cannot be parsed."
+        with open(tiny("llama-dense"), "rb") as f:
+            data = f.read()
+        key = b"tokenizer.chat_template"
+        at = data.index(key) + len(key) + 4
+        n = struct.unpack("<Q", data[at:at + 8])[0]
+        path = os.path.join(self.folder(), "broken.gguf")
+        with open(path, "wb") as f:
+            f.write(data[:at + 8] + b"{% for x in %}".ljust(n) + data[at + 8 + n:])
+        return path
+
+    def test_from_a_folder_with_a_smoke_run(self):
+        source, where, said = self.folder(), toki.places({}, self.folder()), []
+        shutil.copy(real_engine(), os.path.join(source, "llama-server"))
+        config = toki.load_config({}, {})
+        wish = toki.Wish(origin=source, name="mine", model=tiny("llama-dense"))
+        got = toki.install_llama(wish, config, where, toki.REAL, said.append)
+        self.assertEqual(toki.find_engine(config, where, toki.REAL, said.append).path,
+                         got.path)
+        self.assertIn("one token of tiny-llama-dense.gguf", said[-1])
+        with self.assertRaises(toki.TokiError) as caught:
+            toki.install_llama(wish._replace(backend="vulkan", name="gpu"), config, where,
+                               toki.REAL, said.append)
+        self.assertIn("would run on the processor", caught.exception.message)
+        self.assertEqual([e.name for e in toki.installed_engines(where, toki.REAL)],
+                         ["mine"])
+
+    def starts(self, model, state, args):
+        "A managed engine until it is ready: (its flags, how often one was started)."
+        started = []
+
+        class Proc(toki.Proc):
+            def spawn(self, argv, **more):
+                started.append(argv)
+                return super().spawn(argv, **more)
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024, threads=1,
+                        edges=toki.REAL._replace(proc=Proc()), engine_args=args,
+                        plan={"binary": real_engine(), "model": model})
+        end = time.monotonic() + 60
+        while d.keeper.state != "ready" and time.monotonic() < end:
+            time.sleep(0.05)
+        self.assertEqual(d.keeper.state, "ready", d.keeper.trouble)
+        d.close()
+        return started[-1], len(started)
+
+    def test_what_keeps_it_from_starting_is_changed_once_and_remembered(self):
+        model, state = self.broken_template(), self.folder()
+        args = "--frobnicate 3 --cache-type-k q9 --no-repack"
+        argv, n = self.starts(model, state, args)
+        self.assertEqual(n, 3)                   # one change at a time
+        self.assertEqual(argv[argv.index("--chat-template") + 1], "chatml")
+        for gone in ("--frobnicate", "--cache-type-k"):
+            self.assertNotIn(gone, argv)
+        with open(os.path.join(state, "remedies.json")) as f:
+            self.assertEqual(len(list(json.load(f).values())[0]["why"]), 2)
+        again, n = self.starts(model, state, args)
+        self.assertEqual(n, 1)                   # right at once
+
+
 class RealAlone(Real):
     def test_one_file_in_an_empty_folder(self):
         "python -I -S, empty HOME, read-only folder: a hit, and nothing written outside."
@@ -8859,7 +8922,7 @@ ROOMS = {
     "STACK": (Stack,), "SERVICE": (Service,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealShelf, RealAlone)}
+             RealTraps, RealShelf, RealInstall, RealAlone)}
 
 
 class Result(unittest.TextTestResult):
