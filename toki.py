@@ -10574,6 +10574,7 @@ def _smoke_start(argv: list, backend: str, edges: Edges, where: Places, env: dic
             out.write(f"\nno token came: {error.message}\n".encode())
         code = process.poll()
         edges.proc.stop(process)
+    engine.drop_connections()
     text = edges.disk.read_text(path)
     return (None if "content" in reply else code if code is not None else -1), text
 
