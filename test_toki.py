@@ -5140,7 +5140,8 @@ NEW_NAMES = [f"llama-b11434-bin-{tail}" for tail in (
     "ubuntu-cuda-13.4-arm64.tar.gz", "ubuntu-rocm-10.0-x64.tar.gz",
     "ubuntu-sycl-fp32-x64.tar.gz", "ubuntu-sycl-fp16-x64.tar.gz",
     "ubuntu-openvino-2026.4.1-x64.tar.gz", "linux-arm64-snapdragon.tar.gz",
-    "win-cpu-x64.zip", "win-cpu-arm64.zip", "win-vulkan-x64.zip", "win-cuda-12.4-x64.zip",
+    "win-cpu-x64.zip", "win-cpu-arm64.zip", "win-vulkan-x64.zip",
+    "win-vulkan-arm64.zip", "win-cuda-12.4-x64.zip",
     "win-cuda-13.4-x64.zip", "win-cuda-13.4-arm64.zip", "win-rocm-10.0-x64.zip",
     "win-sycl-x64.zip", "win-opencl-adreno-arm64.zip")] + [
     "cudart-llama-b11434-bin-ubuntu-cuda-12.8-x64.tar.gz",
@@ -5234,6 +5235,16 @@ class Assets(Case):
                 (box("windows", "arm64"), ("cpu",)),
                 (box("windows", "arm64", vendors=("nvidia",)), ("cuda", "vulkan"))):
             self.assertEqual(toki.backends_for(here), want, here)
+
+    def test_the_matrix_says_what_is_so(self):
+        gpus = {"cuda": "nvidia", "rocm": "amd", "sycl": "intel", "vulkan": "amd"}
+        for system, arch, backend, taken, tried in toki.SUPPORT:
+            with self.subTest(system=system, arch=arch, backend=backend):
+                here = box(system, arch, cuda=(13, 4), vendors=tuple(
+                    filter(None, [gpus.get(backend)])))
+                self.assertEqual(bool(toki.pick_asset(NEW_NAMES, here, backend).name),
+                                 not taken.startswith("none"))
+                self.assertEqual(backend in toki.backends_for(here), taken == "auto")
 
     def test_what_tools_print(self):
         self.table((("banner", "| Driver Version: 550.1  CUDA Version: 12.4 |", (12, 4)),
@@ -6035,6 +6046,9 @@ class InstallLlama(FetchCase):
                         {"release_api": self.web.api}, {}), self.where, self.edges))
         self.assertEqual(run(), 0)
         self.assertIn("in use: b11434-cpu", out.getvalue())
+        self.assertEqual(run("--list"), 0)
+        self.assertRegex(out.getvalue(), r"b11434-cpu +cpu +b7464 +published +in use")
+        self.assertIn("this machine: linux, x64, glibc 2.39, no GPU", out.getvalue())
         with self.assertRaises(toki.TokiError):
             run("--rollback")
         with self.assertRaises(toki.UsageError):

@@ -4204,7 +4204,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 # 0. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
-#    gfx_override.
+#    gfx_override, SUPPORT, box_text.
 #
 #    Names are never made from a template: the names of a release are parsed, filtered
 #    and ranked, so that both naming schemes (zip with cu12.4 and hip, tar.gz with
@@ -4285,6 +4285,8 @@ def backends_for(box: Box) -> tuple:
         return ("cuda", "vulkan")
     if box.system == "windows" and box.arch == "arm64":
         return ("cpu",)
+    if box.vendors and box.system == "linux" and box.arch != "x64":
+        return ("vulkan", "cpu")
     if "amd" in box.vendors:
         return ("rocm", "vulkan") if box.system == "linux" else ("vulkan",)
     if "intel" in box.vendors:
@@ -4398,6 +4400,45 @@ def gfx_of_kfd(text: str) -> str:
     m = re.search(r"^gfx_target_version (\d+)$", text, re.M)
     n = int(m[1]) if m else 0
     return f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}" if n else ""
+
+
+# What people may expect where: (system, machine, backend, how it is taken, how it was
+# tried).  "run": a real engine on such a machine; "stand-in": the whole install, with
+# recorded tool output and a stand-in engine; "choice": only which file is taken.
+SUPPORT = (
+    ("linux", "x64", "cpu", "auto", "run"),
+    ("linux", "x64", "cuda", "auto", "stand-in"),
+    ("linux", "x64", "rocm", "auto", "stand-in"),
+    ("linux", "x64", "vulkan", "auto", "stand-in"),
+    ("linux", "x64", "sycl", "explicit", "choice"),
+    ("linux", "x64", "openvino", "explicit", "choice"),
+    ("linux", "arm64", "cpu", "auto", "choice"),
+    ("linux", "arm64", "cuda", "auto", "choice"),
+    ("linux", "arm64", "vulkan", "auto", "choice"),
+    ("windows", "x64", "cpu", "auto", "choice"),
+    ("windows", "x64", "cuda", "auto", "choice"),
+    ("windows", "x64", "vulkan", "auto", "choice"),
+    ("windows", "x64", "sycl", "auto", "choice"),
+    ("windows", "x64", "rocm", "explicit", "choice"),
+    ("windows", "arm64", "cpu", "auto", "choice"),
+    ("windows", "arm64", "cuda", "auto", "choice"),
+    ("windows", "arm64", "vulkan", "explicit", "choice"),
+    ("darwin", "arm64", "metal", "auto", "choice"),
+    ("darwin", "x64", "cpu", "auto", "choice"),
+    ("darwin", "x64", "metal", "none: --from a build of your own", ""))
+
+
+def box_text(box: Box) -> str:
+    "The machine in one clause."
+    seen = [box.system, box.arch]
+    if box.system == "linux":
+        seen.append("glibc {}.{}".format(*box.libc) if box.libc else "no glibc")
+    seen += list(box.vendors) or ["no GPU that can be used"]
+    if box.cuda:
+        seen.append("CUDA {}.{}".format(*box.cuda))
+    if box.compute:
+        seen.append("compute capability {}.{}".format(*box.compute))
+    return ", ".join([*seen, *filter(None, [box.gfx])])
 
 
 def gfx_override(text: str) -> str:
@@ -5213,7 +5254,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 # ============================================================================
 # 16. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
-#    local_token, start_logging, cpu_count, OwnerLog.
+#    local_token, start_logging, cpu_count, OwnerLog, fresh_log.
 # ============================================================================
 class Places(NamedTuple):
     "Folders and files of one toki; all below `state`."
@@ -5292,6 +5333,13 @@ def local_token(edges: Edges, where: Places, create: bool = True) -> str:
         token = secrets.token_urlsafe(32)
         edges.disk.write(path, token.encode() + b"\n")
     return token
+
+
+def fresh_log(path: str, edges: Edges, most_bytes: int = 10 << 20) -> str:
+    "The path of a log that others append to; moved to PATH.1 when it has grown."
+    if edges.disk.is_file(path) and edges.disk.size(path) > most_bytes:
+        edges.disk.rename(path, path + ".1")
+    return path
 
 
 class OwnerLog(logging.handlers.RotatingFileHandler):
@@ -10741,7 +10789,7 @@ def _run_long(argv: Sequence[str], edges: Edges, env: dict, log_path: str,
     tail: deque = deque(maxlen=40)
     process = edges.proc.spawn(argv, stdout=edges.proc.PIPE, env=env)
     try:
-        with edges.disk.append_handle(log_path) as keep:
+        with edges.disk.append_handle(fresh_log(log_path, edges)) as keep:
             for raw in process.stdout:
                 keep.write(raw)
                 line = raw.decode("utf-8", "replace").rstrip()
@@ -11651,7 +11699,8 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
             "--log-file", "--state-dir", where.state, "--port", str(port)]
     argv += given_flags(config, ("state_dir", "port", "model", "engine_bin", "engine",
                                  "source"))
-    with edges.disk.append_handle(where.file("logs", "daemon.err")) as err:
+    with edges.disk.append_handle(
+            fresh_log(where.file("logs", "daemon.err"), edges)) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
     record = _await_ready(process, config, where, edges, say)
@@ -12844,11 +12893,35 @@ INSTALL_LLAMA_ARGS = (
          help="compile the index package instead"),
     _arg("--rollback", action="store_true", help="use the engine that was in use "
          "before"),
+    _arg("--list", action="store_true", help="what is installed, what this machine "
+         "would take, and what was tried where"),
     _JSON)
+
+
+def _list_engines(c: Context) -> int:
+    "Installed engines, this machine, and the matrix of what exists and was tried."
+    have, here = installed_engines(c.where, c.edges), look_around(c.edges)
+    if c.ns.json:
+        c.say(json.dumps({"installed": [e._asdict() for e in have],
+                          "machine": here._asdict(), "takes": backends_for(here),
+                          "support": SUPPORT}, indent=1))
+        return 0
+    c.say(table([(e.name, e.backend, e.build, e.digest, "in use" if e.current else "",
+                  "; ".join(e.devices)) for e in have],
+                ("engine", "backend", "build", "sum", "", "devices"))
+          if have else f"no engine is installed in {c.where.engines}")
+    c.say(f"\nthis machine: {box_text(here)}; auto takes "
+          + ", else ".join(backends_for(here)) + "\n")
+    c.say(table(SUPPORT, ("system", "machine", "backend", "taken", "tried")))
+    c.say("run: a real engine on such a machine; stand-in: the whole install, with a "
+          "stand-in engine; choice: only which file is taken; all else is unproven")
+    return 0
 
 
 def model_install_llama(c: Context) -> int:
     """Install an engine, prove its device, put it in use; --rollback goes back."""
+    if c.ns.list:
+        return _list_engines(c)
     if c.ns.rollback:
         found = go_back(c.where, c.edges)
     else:
