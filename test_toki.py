@@ -6023,8 +6023,13 @@ class InstallLlama(FetchCase):
         self.web.add("b1", files={name.format("b1"): tar_of(
             ("x/llama-server", engine_script("  ROCm0: AMD (1 MiB, 1 MiB free)")))})
         got = self.install(backend="rocm", gfx="gfx1151")
+        self.edges = self.edges._replace(proc=BoxProc(env={"LD_LIBRARY_PATH": "/mine"}))
         env = toki.launch_env(got.path, self.where, self.edges)
         self.assertEqual(env["HSA_OVERRIDE_GFX_VERSION"], "11.5.1")
+        self.assertEqual(env["LD_LIBRARY_PATH"], os.path.dirname(got.path) + ":/mine")
+        self.web.log.clear()
+        self.install(backend="rocm", gfx="11.5.1")
+        self.assertIn("already installed", self.said[-1])
         self.assertEqual(toki.launch_env("/bin/sh", self.where, self.edges), {})
 
     def test_two_installs_do_not_meet(self):

@@ -10255,9 +10255,11 @@ def clean_env(folder: str, edges: Edges, extra: dict) -> dict:
 
 
 def _with_libraries(env: dict, folder: str, edges: Edges) -> dict:
+    "The engine's folder, then its vendor's, then the user's; Linux only."
     if edges.proc.host()[0].startswith("linux"):
-        paths = [folder, *filter(None, env.get("LD_LIBRARY_PATH", "").split(":"))]
-        env["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(paths))
+        user = edges.proc.environment().get("LD_LIBRARY_PATH", "")
+        paths = [folder, *env.get("LD_LIBRARY_PATH", "").split(":"), *user.split(":")]
+        env["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, paths)))
     return env
 
 
@@ -10265,11 +10267,10 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
     "What a launch of this program exports beside the environment; {} if not ours."
     for engine in installed_engines(where, edges):
         if os.path.realpath(engine.path) == os.path.realpath(program):
-            old = edges.proc.environment().get("LD_LIBRARY_PATH", "")
-            base = {"LD_LIBRARY_PATH": old} if old else {}
-            return _with_libraries(dict(base, **engine.env),
-                                   os.path.dirname(engine.path), edges) \
-                if engine.digest != "compiled" else dict(engine.env)
+            if engine.digest == "compiled":
+                return dict(engine.env)
+            return _with_libraries(dict(engine.env), os.path.dirname(engine.path),
+                                   edges)
     return {}
 
 
@@ -10580,11 +10581,19 @@ def probe_engine(program: str, backend: str, edges: Edges, where: Places,
     plugins are also looked for in the current one."""
     folder = os.path.dirname(program)
     env = clean_env(folder, edges, extra)
-    code, text = edges.proc.run([program, "--version"], 60, env=env, cwd=folder)
+    for _ in range(10):
+        code, text = edges.proc.run([program, "--version"], 60, env=env, cwd=folder)
+        if code != 127 or "Text file busy" not in text:
+            break
+        edges.clock.sleep(0.1)       # a child of another thread still holds it open
     build = build_of(text)
     if code != 0 or not build:
+        quarantine = "system policy" in text or (
+            code == -9 and edges.proc.host()[0] == "darwin")
+        held = "; macOS holds it back: `xattr -dr com.apple.quarantine " \
+            f"{folder}`" if quarantine else ""
         return Proof(False, f"the engine does not run here (exit {code}): "
-                     + loader_words(text))
+                     + loader_words(text) + held)
     code, text = edges.proc.run([program, "--list-devices"], 90, env=env, cwd=folder)
     devices = tuple(device_lines(text, backend))
     if backend != "cpu" and not devices:
@@ -10911,9 +10920,14 @@ def _is_mirror(origin: str) -> bool:
         r"\.(zip|tar|tar\.gz|tgz)$", urllib.parse.urlsplit(origin).path)
 
 
-def _gfx_env(wish: Wish, backend: str) -> dict:
-    return {"HSA_OVERRIDE_GFX_VERSION": gfx_override(wish.gfx)} \
-        if wish.gfx and backend == "rocm" else {}
+def _extra_env(wish: Wish, backend: str, edges: Edges) -> dict:
+    "What each launch exports: ROCm's library folders, the GPU to pretend to be."
+    if backend != "rocm":
+        return {}
+    env = _rocm_libraries(edges)
+    if wish.gfx:
+        env["HSA_OVERRIDE_GFX_VERSION"] = gfx_override(wish.gfx)
+    return env
 
 
 def _release_for(wish: Wish, config: Config, box: Box, backends: Sequence[str],
@@ -10967,8 +10981,8 @@ def _from_files(wish: Wish, release: Release, choice: Choice, where: Places,
     url, size, digest = release.files[choice.name]
     name = wish.name or engine_name(f"{release.tag}-{choice.backend}"[:64])
     old = next((e for e in installed_engines(where, edges) if e.name == name), None)
-    if old and digest and old.sha256 == digest and old.env == _gfx_env(
-            wish, choice.backend):
+    if old and digest and old.sha256 == digest and old.env == _extra_env(
+            wish, choice.backend, edges):
         proof = probe_engine(old.path, old.backend, edges, where, old.env, wish.model)
         if proof.ok:
             activate(name, where, edges)
@@ -11034,9 +11048,7 @@ def _prove_and_place(work: str, program: str, name: str, backend: str, wish: Wis
     "Probe in the working folder; only what passes gets its name and the pointer."
     backend = backend or backend_of_folder(
         edges.disk.listing(os.path.dirname(program)))
-    env = _gfx_env(wish, backend)
-    if backend == "rocm":
-        env.update(_rocm_libraries(edges))
+    env = _extra_env(wish, backend, edges)
     say("engine: trying it" + (f" with {os.path.basename(wish.model)}"
                                if wish.model else ""))
     proof = probe_engine(program, backend, edges, where, env, wish.model)
@@ -11072,8 +11084,7 @@ def _rocm_libraries(edges: Edges) -> dict:
              if edges.disk.exists(f"/opt/rocm/{n}")]
     found += [f"/opt/rocm/{n}/lib" for n in edges.disk.listing("/opt/rocm")
               if n.startswith("core-")]
-    old = edges.proc.environment().get("LD_LIBRARY_PATH", "")
-    return {"LD_LIBRARY_PATH": ":".join(filter(None, [*found, old]))} if found else {}
+    return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
 
 
 def _take_name(work: str, final: str, edges: Edges) -> None:
