@@ -10164,7 +10164,7 @@ def _wrap_line(text: str, width: int, words: bool) -> tuple:
         if used + w > width and cluster == " " and words:
             gap = len(line)              # the blank falls off the edge
             continue
-        if used + w > width:
+        while line and used + w > width:
             if words and gap > 0:
                 out.append("".join(line[:gap]).rstrip(" "))
                 line = line[gap:]
@@ -10204,14 +10204,14 @@ def line_width(line: Line) -> int:
     return sum(text_width(text) for _, text in line)
 
 
-def _line_cut(line: Line, width: int) -> Line:
+def _line_cut(line: Line, width: int, mark: str = "…") -> Line:
     if line_width(line) <= width:
         return line
     out: Line = []
     for style, text in line:
         w = text_width(text)
         if w > width:
-            out.append((style, text_cut(text, width)))
+            out.append((style, text_cut(text, width, mark)))
             break
         out.append((style, text))
         width -= w
@@ -10227,7 +10227,7 @@ def line_pad(line: Line, width: int) -> Line:
 def line_sides(left: Line, right: Line, width: int) -> Line:
     "Left and right in one line; the right one yields when there is no room."
     room = width - line_width(left) - line_width(right)
-    if room < 1:
+    if room < 1 or not line_text(right):
         return _line_cut(left, width)
     return left + [("", " " * room)] + right
 
@@ -10288,7 +10288,7 @@ class Painter:
         for row in range(height):
             # The last column of the last row would scroll some terminals.
             room = width - (row == height - 1)
-            line = _line_cut(lines[row], room) if row < len(lines) else []
+            line = _line_cut(lines[row], room, "") if row < len(lines) else []
             at = next((i for i, s in enumerate(line) if s[0] == "cursor"), None)
             if at is not None:
                 cursor = f"\x1b[{row + 1};{line_width(line[:at]) + 1}H\x1b[?25h"
@@ -10858,8 +10858,8 @@ def _chat_foot(chat: Chat, width: int) -> Line:
         "Esc stop" if chat.busy else \
         "Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9 help"
     more = "" if chat.top is None else "PgDn: more "
-    return line_sides([("dim", " " + text_cut(keys, width - 2))], [("accent", more)],
-                      width)
+    room = width - 2 - len(more)
+    return line_sides([("dim", " " + text_cut(keys, room))], [("accent", more)], width)
 
 
 _CHAT_KEYS = (
@@ -10884,8 +10884,8 @@ def chat_frame(chat: Chat, width: int, height: int) -> list:
     room = _room(chat, width, height)
     lines = _transcript(chat, width)
     if not lines:
-        lines = [[], [("dim", "  Ask something.  "),
-                      ("", "F3 asks twice, raw and cached, and shows both.")]]
+        text = "  Ask something.  F3 asks twice, raw and cached, and shows both."
+        lines = [[], [("dim", text_cut(text, width))]]
     last = max(0, len(lines) - room)
     top = last if chat.top is None else min(chat.top, last)
     rule = [("dim", "─" * width)]
@@ -11591,11 +11591,12 @@ def _entry(s: Launcher, i: int, width: int) -> Line:
     elif version:
         state = [("good", text_cut(version, 14))]
     else:
-        text = "not installed" if width < 60 else install
+        text = "missing" if width < 60 else install
         state = [("dim", text_cut(text, width - 30))]
     chosen = i == s.at
     line = [("dim", f"  {number} "),
-            ("bold" if version or i == 0 else "", f"{title:22}"), *state]
+            ("bold" if version or i == 0 else "", f"{title:{min(22, width // 2)}}"),
+            *state]
     if not chosen:
         return line
     return [("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
@@ -11634,7 +11635,7 @@ def _foot(text: str, width: int) -> Line:
 
 def _models_lines(s: Launcher, width: int, room: int) -> list:
     if not s.models:
-        lines: list = [[("bold", "  No model yet.")], []]
+        lines: list = [[("bold", "  No model to choose yet.")], []]
         for command, text in (
                 ("toki up --yes", "fetch an engine and a starter model"),
                 ("toki model pull NAME", "fetch a model"),
@@ -11643,11 +11644,12 @@ def _models_lines(s: Launcher, width: int, room: int) -> list:
                           ("dim", text_cut(text, max(1, width - 28)))])
         return lines[:room]
     lines = []
+    wide = min(34, width // 2)
     for i, (name, file, ctx, active) in enumerate(s.models):
         room_text = f"{fmt_n(ctx)} tokens" if ctx else "context as it fits"
         line = [("good" if active else "dim", "  ● " if active else "  ○ "),
-                ("bold" if active else "", f"{text_cut(name, 34):34} "),
-                ("dim", text_cut(f"{room_text}  {file}", max(4, width - 42)))]
+                ("bold" if active else "", text_cut(name, wide).ljust(wide + 1)),
+                ("dim", text_cut(f"{room_text}  {file}", max(0, width - wide - 8)))]
         lines.append([("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
                      if i == s.model_at else line)
     return _window(lines, s.model_at, room)
