@@ -10811,7 +10811,7 @@ def _turn_lines(turn: Turn, width: int, seconds: float) -> tuple:
     if both:
         d = compare_replies(raw.text, cached.text)
         style = "bad" if d.kind == "substantive" else "good"
-        out += [[], [("", "  "), (style, _difference_text(d))]]
+        out += [[], [("", "  "), (style, text_cut(_difference_text(d), width - 2))]]
     return tuple(out + [[]])
 
 
@@ -10829,7 +10829,8 @@ def _transcript(chat: Chat, width: int) -> list:
 
 def _field_lines(chat: Chat, width: int, height: int) -> list:
     lead = " › " if chat.typing == "prompt" else " system › "
-    lines = chat.field.lines(width - len(lead) - 1, max(1, min(6, height // 3)))
+    most = max(1, min(6, height // 3, height - 5))
+    lines = chat.field.lines(width - len(lead) - 1, most)
     return [[("name", lead if i == 0 else " " * len(lead))] + line
             for i, line in enumerate(lines)]
 
