@@ -5168,7 +5168,7 @@ class ScreenRoom(Case):
         self.assertIn("\x1b[2;1Hsix", second)
         self.assertIn("one", painter.paint([[("", "one")]], 11, 3))      # another size
         full = toki.Painter(0).paint([[("", "x" * 9)]] * 2, 5, 2)
-        self.assertIn("\x1b[1;1Hxxxxx\x1b[2;1Hxxxx\x1b[K", full)
+        self.assertIn("\x1b[1;1Hxxxx…\x1b[2;1Hxxx…\x1b[K", full)
         typed = toki.Painter(0).paint([[("", "日"), ("cursor", "b")]], 9, 1)
         self.assertIn("\x1b[1;3H\x1b[?25h", typed)
 

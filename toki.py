@@ -10288,7 +10288,9 @@ class Painter:
         for row in range(height):
             # The last column of the last row would scroll some terminals.
             room = width - (row == height - 1)
-            line = _line_cut(lines[row], room, "") if row < len(lines) else []
+            line = lines[row] if row < len(lines) else []
+            over = text_width(line_text(line)) > room
+            line = _line_cut(line, room, "…" if over else "")
             at = next((i for i, s in enumerate(line) if s[0] == "cursor"), None)
             if at is not None:
                 cursor = f"\x1b[{row + 1};{line_width(line[:at]) + 1}H\x1b[?25h"
