@@ -5247,7 +5247,7 @@ class ChatRoom(Case):
         return chat, effects
 
     def test_a_frame(self):
-        chat = chat_of(toki.Turn("hi", (reply("Hello **you**\n```\nx = 1\n```"),)))
+        chat = chat_of(toki.ChatTurn("hi", (reply("Hello **you**\n```\nx = 1\n```"),)))
         self.assertEqual(texts(toki.chat_frame(chat, 70, 17)), [
             " toki m · 8,192 tokens                        raw   cached   compare",
             "─" * 70, "  you  hi", "", " toki  Hello **you**", "       ```", "       x = 1",
@@ -5258,7 +5258,7 @@ class ChatRoom(Case):
             " Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9…"])
 
     def test_two_replies_side_by_side(self):
-        turn = toki.Turn("q", (reply("It is 41 degrees", "raw"), reply("It is 42 degrees")))
+        turn = toki.ChatTurn("q", (reply("It is 41 degrees", "raw"), reply("It is 42 degrees")))
         rows = texts(toki.chat_frame(chat_of(turn), 80, 24))
         self.assertIn("  raw                                   │ cached", rows)
         self.assertIn("  It is 41 degrees                      │ It is 42 degrees", rows)
@@ -5270,9 +5270,9 @@ class ChatRoom(Case):
 
     def test_frames_fit_every_size(self):
         chats = [chat_of(), chat_of(help=True), chat_of(trouble="x" * 200),
-                 chat_of(toki.Turn(LONG, (reply(LONG),)), field=toki.Editor.of(LONG)),
-                 chat_of(toki.Turn("日本" * 40, (reply(LONG, "raw"), reply("日" * 90)))),
-                 chat_of(toki.Turn("q", (toki.Reply("cached", state="prefill", done=5,
+                 chat_of(toki.ChatTurn(LONG, (reply(LONG),)), field=toki.Editor.of(LONG)),
+                 chat_of(toki.ChatTurn("日本" * 40, (reply(LONG, "raw"), reply("日" * 90)))),
+                 chat_of(toki.ChatTurn("q", (toki.Reply("cached", state="prefill", done=5,
                                                     total=9),)), busy=True, now=5.0)]
         for chat in chats:
             for width, height in ((1, 1), (5, 3), (19, 8), (20, 6), (40, 12), (80, 24),
@@ -5336,7 +5336,7 @@ class ChatRoom(Case):
         self.assertEqual([r.state for r in chat.turns[0].replies], ["failed", "done"])
 
     def test_scrolling_holds_its_place_while_text_comes(self):
-        chat = chat_of(toki.Turn("q", (reply(LONG * 6),)), width=60, height=20)
+        chat = chat_of(toki.ChatTurn("q", (reply(LONG * 6),)), width=60, height=20)
         up, _ = self.press(chat, "pageup")
         top = texts(toki.chat_frame(up, 60, 20))[2]
         grown, _ = toki.chat_step(up._replace(seq=1, busy=True), ("text", 1, 0, LONG))
@@ -5356,7 +5356,7 @@ class ChatRoom(Case):
         self.assertEqual(chat.system, "S")
 
     def test_plain_text_to_be_copied(self):
-        chat = chat_of(toki.Turn("q", (reply("a\nb"),)))
+        chat = chat_of(toki.ChatTurn("q", (reply("a\nb"),)))
         self.assertEqual(self.press(chat, "f4")[1], [("show", "a\nb")])
 
     def test_lines_without_a_terminal(self):
@@ -5773,7 +5773,9 @@ class Terminal(Case):
         t.wait("Claude Code was here")
         self.assertEqual(t.ask("alternate_on"), "0")
         t.keys("Enter")
-        t.wait("Claude Code ended with code 3")
+        t.wait("ended with code 3; Enter")
+        t.keys("Enter")
+        t.wait("( • • )", "Claude Code ended with code 3")
         t.keys("Right")
         t.wait("No model to choose yet")
         t.keys("Left", "m")

@@ -12909,7 +12909,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 # ============================================================================
 # 0. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
-#    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, Turn, CacheLine,
+#    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn, CacheLine,
 #    ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines, cache_text,
 #    word_diff, compare_replies, diff_lines, read_cache, MODES.
 # ============================================================================
@@ -12956,7 +12956,7 @@ class Reply(NamedTuple):
     trouble: str = ""
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     prompt: str
     replies: tuple               # one, or (raw, cached) to be compared
 
@@ -13105,7 +13105,7 @@ def _reply_lines(reply: Reply, width: int, seconds: float,
 
 
 @functools.lru_cache(256)
-def _turn_lines(turn: Turn, width: int, seconds: float) -> tuple:
+def _turn_lines(turn: ChatTurn, width: int, seconds: float) -> tuple:
     "One turn as lines; a finished one is made once for each width."
     room = max(2, width - 7)
     out: list = [[("name", "  you  " if i == 0 else " " * 7), ("bold", row)]
@@ -13211,7 +13211,7 @@ def chat_frame(chat: Chat, width: int, height: int) -> list:
 
 
 # ---- the step ----------------------------------------------------------------------
-def _chat_messages(chat: Chat, turns: Sequence[Turn]) -> list:
+def _chat_messages(chat: Chat, turns: Sequence[ChatTurn]) -> list:
     out = [{"role": "system", "content": chat.system}] if chat.system else []
     for turn in turns:
         if turn.reply().text:
@@ -13223,7 +13223,7 @@ def _chat_messages(chat: Chat, turns: Sequence[Turn]) -> list:
 def _send(chat: Chat, prompt: str, turns: tuple) -> tuple:
     "Ask `prompt` behind `turns`."
     modes = ("raw", "cached") if chat.mode == "compare" else (chat.mode,)
-    turn = Turn(prompt, tuple(Reply(mode) for mode in modes))
+    turn = ChatTurn(prompt, tuple(Reply(mode) for mode in modes))
     messages = _chat_messages(chat, turns) + [{"role": "user", "content": prompt}]
     past = chat.past if chat.past[-1:] == (prompt,) else (*chat.past, prompt)
     past = past[-_HISTORY_KEPT:]
@@ -13535,7 +13535,7 @@ def chat_lines(wire: ChatWire, edges: Edges, mode: str, system: str) -> int:
                 rest[0]) if name == "text" else None)
             edges.term.out()
             edges.term.err(cache_text(cached.cost))
-        turns.append(Turn(prompt, (Reply(mode, cached.text, state="done"),)))
+        turns.append(ChatTurn(prompt, (Reply(mode, cached.text, state="done"),)))
     return 0
 
 
@@ -13543,7 +13543,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
     "Two answers side by side, as `toki diff` shows them on a terminal."
     replies = tuple(Reply(a.cost.mode, a.text, a.thoughts, "done", cost=a.cost)
                     for a in (raw, cached))
-    return list(_turn_lines(Turn("", replies), max(40, width), 0))[2:-1]
+    return list(_turn_lines(ChatTurn("", replies), max(40, width), 0))[2:-1]
 
 
 # ============================================================================
@@ -14281,6 +14281,9 @@ class _LauncherWorld:
             return ("ended", "")
         agent = self.hall.agents[at - 1]
         code = self.hall.launch(agent)
+        if code:                         # what it said is still to be read
+            self.edges.term.wait(f"\n[{agent.title} ended with code {code}; Enter: back "
+                                 "to toki] ")
         return ("ended", f"{agent.title} ended"
                 + (f" with code {code}" if code else ""))
 
@@ -14815,7 +14818,7 @@ def many_asks(rig: Rig, asks: int, conversations: int = 64) -> dict:
     tails = ["" for _ in range(conversations)]
     for i in range(asks):
         c = i % conversations
-        tails[c] = (tails[c] + f" Turn {i}: " + prose(i, 12))[-5000:]
+        tails[c] = (tails[c] + f" ChatTurn {i}: " + prose(i, 12))[-5000:]
         Asker(rig.front).chat([
             {"role": "system", "content": prose(c, 60)},
             {"role": "user", "content": tails[c]}], 1)
