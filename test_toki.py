@@ -5396,8 +5396,8 @@ class TopRoom(Case):
         top = toki.Top(state, at=state["started"] + 3700)
         rows = texts(toki.top_frame(top, 80, 30))
         self.assertIn("1 h 1 min", rows[0])
-        for line in (" 900 tokens shared", "   ├ 70 tokens  slot 1, snap 3",
-                     "   └ 40 tokens  slot 0"):
+        for line in ("   900 tokens shared", "     ├ 70 tokens  slot 1, snap 3",
+                     "     └ 40 tokens  slot 0"):
             self.assertIn(line, rows)
         self.assertTrue(any(re.match(r"    2  (hit|miss) ", row) for row in rows), rows)
         for view in (top, top._replace(help=True), toki.Top(), toki.Top(trouble="x" * 99),
@@ -5798,6 +5798,26 @@ class Terminal(Case):
         t.wait("Ask something")
         t.keys("C-q")
         t.wait("( • • )")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_nothing_runs(self):
+        t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
+        t.start(self.TOKI)
+        t.wait("nothing runs", "no model yet")
+        t.keys("Enter")
+        t.wait("No model to choose yet", "toki up --yes", "needs an engine and a model")
+        t.keys("Left", "q")
+        t.check_usable(0)
+        t.start(self.TOKI, "tui")
+        t.wait("nothing answers at http://127.0.0.1:1", "toki up")
+        t.type("anyway")
+        t.keys("Enter")
+        t.wait("you  anyway", "toki  nothing answers")
+        t.keys("C-q")
+        t.check_usable(0)
+        t.start(self.TOKI, "top")
+        t.wait("nothing answers", "q quit")
         t.keys("q")
         t.check_usable(0)
 

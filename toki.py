@@ -13454,6 +13454,8 @@ class _ChatWorld:
     def _info(self, post: Callable) -> None:
         try:
             post(("info", *self.wire.info()))
+        except EngineGone:
+            post(("trouble", f"nothing answers at {self.wire.engine.url}; try `toki up`"))
         except (TokiError, LookupError, TypeError, ValueError) as error:
             post(("trouble", f"{error}; try `toki up`"))
 
@@ -13627,7 +13629,8 @@ def _top_slots(state: dict, width: int) -> list:
             ("warn" if s["busy"] else "good", bar(s["tokens"] / n_ctx, wide)),
             ("", f" {fmt_n(s['tokens']):>7}  "),
             ("warn" if s["busy"] else "dim", f"{what}  "),
-            ("", f"{s['class'] or '-':8}"), ("dim", f" {s['uses']:>3} uses  {since}")])
+            ("", f"{s['class'] or '-':8}"),
+            ("dim", f" {s['uses']:>3} use{'s' if s['uses'] != 1 else ' '}  {since}")])
     return lines
 
 
@@ -13636,17 +13639,17 @@ def _names(holders: Sequence[str], most: int = 4) -> str:
     return ", ".join(holders[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def _forest_lines(runs: Sequence[dict], lead: str = " ") -> list:
+def _forest_lines(runs: Sequence[dict], lead: str = "   ") -> list:
     "Each run of tokens once; what goes on behind it stands below, a step to the right."
     out: list = []
     for i, run in enumerate(sorted(runs, key=lambda r: -r["tokens"])):
         last = i == len(runs) - 1
-        mark = "" if lead == " " else "└ " if last else "├ "
+        mark = "" if lead == "   " else "└ " if last else "├ "
         names = _names(run["holders"])
         out.append([("dim", lead + mark), ("", fmt_n(run["tokens"])),
                     ("dim", " tokens shared" if run["children"] else " tokens"),
                     ("", f"  {names}" if names else "")])
-        deeper = lead + ("  " if lead == " " or last else "│ ")
+        deeper = lead + ("  " if lead == "   " or last else "│ ")
         out += _forest_lines(run["children"], deeper)
     return out
 
