@@ -12909,9 +12909,9 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 # ============================================================================
 # 0. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
-#    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn, CacheLine,
-#    ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines, cache_text,
-#    word_diff, compare_replies, diff_lines, read_cache, MODES.
+#    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
+#    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
+#    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
 # ============================================================================
 MODES = ("raw", "cached", "compare")
 _HISTORY_KEPT = 200
@@ -13455,7 +13455,8 @@ class _ChatWorld:
         try:
             post(("info", *self.wire.info()))
         except EngineGone:
-            post(("trouble", f"nothing answers at {self.wire.engine.url}; try `toki up`"))
+            post(("trouble", f"nothing answers at {self.wire.engine.url}; "
+                  "try `toki up`"))
         except (TokiError, LookupError, TypeError, ValueError) as error:
             post(("trouble", f"{error}; try `toki up`"))
 
@@ -14285,8 +14286,8 @@ class _LauncherWorld:
         agent = self.hall.agents[at - 1]
         code = self.hall.launch(agent)
         if code:                         # what it said is still to be read
-            self.edges.term.wait(f"\n[{agent.title} ended with code {code}; Enter: back "
-                                 "to toki] ")
+            self.edges.term.wait(f"\n[{agent.title} ended with code {code}; Enter: "
+                                 "back to toki] ")
         return ("ended", f"{agent.title} ended"
                 + (f" with code {code}" if code else ""))
 
@@ -15477,9 +15478,17 @@ def _use_model(c: Context, name: str, ctx: int) -> None:
     model = next(m for m in _models_here(c) if m.name == name)
     if running_daemon(c.where, c.edges):
         stack_down(c.where, c.edges, c.say)
-    config = _fresh(c)
+    config = _as_before(c)
     stack_up(config.but(model=model.file, ctx=ctx or config.ctx), c.where, c.edges,
              False, c.say)
+
+
+def _as_before(c: Context) -> Config:
+    "The settings, with engine and model of the last start where they name none."
+    config = _fresh(c)
+    last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+    return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
+                      model=config.model or last.get("model") or "")
 
 
 def _hall(c: Context) -> Hall:
@@ -15488,7 +15497,7 @@ def _hall(c: Context) -> Hall:
     agents = rooms.get("AGENTS", ())
 
     def up() -> None:
-        stack_up(_fresh(c), c.where, c.edges, False, c.say)
+        stack_up(_as_before(c), c.where, c.edges, False, c.say)
 
     def restart() -> None:
         if running_daemon(c.where, c.edges):
