@@ -1759,7 +1759,8 @@ class House(Case):
                  "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
                  "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
-                 "DOCTOR": set(), "COMMANDS": {"os"}}
+                 "DOCTOR": set(), "COMMANDS": {"os"}, "SCREEN": set(),
+                 "CHAT": {"threading"}, "TOP": {"threading"}, "LAUNCHER": {"threading"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
                  "select", "shutil", "sqlite3", "threading"}
         table = rooms()
@@ -5226,6 +5227,753 @@ class Stack(Case):
         conn.request("POST", "/v1/chat/completions", body)
         self.assertEqual(conn.getresponse().status, 200)
         conn.close()
+
+
+# ============================================================================
+# SCREEN, CHAT, TOP, LAUNCHER
+# ============================================================================
+def texts(lines):
+    return [toki.line_text(line) for line in lines]
+
+
+class ScreenRoom(Case):
+    KEYS = (
+        ("letters", b"a\xc3\xa9 ", "a \xe9 \x20".split(" ")[:2] + [" "]),
+        ("controls", b"\r\n\t\x7f\x01\x03\x00",
+         "enter ctrl+j tab backspace ctrl+a ctrl+c ctrl+space".split()),
+        ("arrows", b"\x1b[A\x1bOB\x1b[1;5C\x1b[1;3D", "up down ctrl+right alt+left".split()),
+        ("places", b"\x1b[H\x1b[4~\x1b[5~\x1b[6~\x1b[3~\x1b[1;5H\x1b[Z",
+         "home end pageup pagedown delete ctrl+home shift+tab".split()),
+        ("function keys", b"\x1bOP\x1b[12~\x1b[13~\x1b[[D\x1b[20~", "f1 f2 f3 f4 f9".split()),
+        ("alt", b"\x1b1\x1b\r\x1b\x7f\x1b\x1b[A", "alt+1 alt+enter alt+backspace alt+up".split()),
+        ("any key with ctrl, xterm", b"\x1b[27;5;49~\x1b[27;6;65~\x1b[27;3;13~",
+         "ctrl+1 ctrl+A alt+enter".split()),
+        ("any key with ctrl, kitty", b"\x1b[50;5u\x1b[27u\x1b[99;5u\x1b[13;2u\x1b[97:65;1:1u",
+         "ctrl+2 esc ctrl+c shift+enter a".split()),
+        ("paste", b"\x1b[200~a\r\x1b[Ab\x1b[201~c", ["paste", "c"]),
+        ("wheel, other mouse events", b"\x1b[<64;3;4M\x1b[<0;3;4M\x1b[<65;1;1M",
+         ["wheelup", "wheeldown"]),
+        ("answers and unknown ones vanish", b"\x1b[?62;c\x1b[>0;95;0c\x1b[99~\x1b[57441ux", ["x"]),
+        ("broken UTF-8", b"\xffa", ["\ufffd", "a"]))
+
+    def test_keys(self):
+        def names(data):
+            return [k.name for k in toki.KeyReader().feed(data)]
+        self.table(self.KEYS, names)
+        for name, data, expected in self.KEYS:
+            for at in range(1, len(data)):
+                reader = toki.KeyReader()
+                got = reader.feed(data[:at]) + reader.feed(data[at:])
+                self.assertEqual([k.name for k in got], expected, (name, at))
+
+    def test_a_lone_escape_is_a_key_once_nothing_follows(self):
+        reader = toki.KeyReader()
+        self.assertEqual(reader.feed(b"\x1b"), [])
+        self.assertTrue(reader.waiting)
+        self.assertEqual([k.name for k in reader.flush()], ["esc"])
+        self.assertFalse(reader.waiting)
+        reader.feed(b"\x1b[200~half a paste")
+        self.assertFalse(reader.waiting)     # however long the rest takes
+
+    def test_any_bytes_are_read(self):
+        rng = random.Random(5)
+        for _ in range(3000):
+            data = bytes(rng.choice(b"\x1b[[OM<;:0159~uABP\x00\xe2\x82a")
+                         for _ in range(rng.randint(1, 14)))
+            reader = toki.KeyReader()
+            for key in reader.feed(data) + reader.flush():
+                self.assertTrue(key.name)
+
+    def test_width(self):
+        self.table((("ascii", "abc", 3), ("wide", "日本", 4), ("combining", "e\u0301", 1),
+                    ("joined emoji", "\U0001f468\u200d\U0001f469", 2), ("accent", "é", 1),
+                    ("skin tone", "\U0001f44d\U0001f3fd", 2), ("nothing", "", 0)),
+                   toki.text_width)
+        self.assertEqual(toki.text_cut("日本語", 5), "日本…")
+        self.assertEqual(toki.text_cut("日本語", 4), "日…")
+        self.assertEqual(toki.text_cut("abc", 0), "")
+
+    def test_wrap(self):
+        def wrap(given):
+            return toki.text_wrap(given[0], given[1])
+        self.table((
+            ("words", ("one two three", 8), ["one two", "three"]),
+            ("a blank at the edge", ("four five", 4), ["four", "five"]),
+            ("a long word", ("ab cdefghijk", 5), ["ab", "cdefg", "hijk"]),
+            ("wide", ("日本語日本", 4), ["日本", "語日", "本"]),
+            ("lines and indents", ("a\n\n  b", 9), ["a", "", "  b"])), wrap)
+        rng = random.Random(7)
+        for _ in range(500):
+            text = "".join(rng.choice("ab  日\u0301\n\U0001f44d") for _ in range(40))
+            width = rng.randint(2, 12)
+            rows = toki.text_wrap(text, width)
+            self.assertLessEqual(max(map(toki.text_width, rows)), width, text)
+            self.assertEqual("".join("".join(rows).split()), "".join(text.split()))
+
+    def test_nothing_steers_the_terminal(self):
+        text = toki.clean_text("a\x1b[2Jb\x9b5mc\u202ed\x07\te\r\nf\ud800")
+        self.assertEqual(text, "a[2Jb5mcd    e\nf")
+
+    def test_only_changed_lines_are_painted(self):
+        painter = toki.Painter(0)
+        first = painter.paint([[("", "one")], [("bold", "two")]], 10, 3)
+        self.assertIn("\x1b[1;1Hone\x1b[K", first)
+        self.assertNotIn("\n", first)
+        self.assertNotIn("\x1b[1m", first)
+        second = painter.paint([[("", "one")], [("", "six")]], 10, 3)
+        self.assertNotIn("one", second)
+        self.assertIn("\x1b[2;1Hsix", second)
+        self.assertIn("one", painter.paint([[("", "one")]], 11, 3))      # another size
+        full = toki.Painter(0).paint([[("", "x" * 9)]] * 2, 5, 2)
+        self.assertIn("\x1b[1;1Hxxxx…\x1b[2;1Hxxx…\x1b[K", full)
+        typed = toki.Painter(0).paint([[("", "日"), ("cursor", "b")]], 9, 1)
+        self.assertIn("\x1b[1;3H\x1b[?25h", typed)
+
+    def test_styles(self):
+        line = [("good", "a"), ("bold", "b"), ("", "▰")]
+        self.table((("plain", 0, "ab▰"), ("no colours", 1, "a\x1b[1mb\x1b[0m▰"),
+                    ("colours", 2, "\x1b[32ma\x1b[0m\x1b[1mb\x1b[0m▰")),
+                   lambda depth: toki.line_paint(line, depth))
+        self.assertEqual(toki.line_paint([("", "é▰")], 0, unicode=False), "?#")
+        self.table((("a pipe", ({}, False), 0), ("NO_COLOR", ({"NO_COLOR": "1"}, True), 1),
+                    ("empty", ({"NO_COLOR": ""}, True), 2),
+                    ("dumb", ({"TERM": "dumb"}, True), 0)),
+                   lambda given: toki.style_depth(*given))
+
+    def test_editing(self):
+        def typed(names):
+            field = toki.Editor()
+            for name in names:
+                key = toki.Key(name, name if len(name) == 1 else "")
+                if name.startswith("paste:"):
+                    key = toki.Key("paste", name[6:])
+                field = field.key(key) or field
+            return field.text, field.at
+        self.table((
+            ("typing", "abc", ("abc", 3)),
+            ("back", ["a", "b", "left", "backspace"], ("b", 0)),
+            ("lines", ["a", "alt+enter", "b", "ctrl+j", "c"], ("a\nb\nc", 5)),
+            ("paste", ["paste:x\r\ny\x1b[A"], ("x\ny[A", 5)),
+            ("up keeps the column", ["paste:abc\nde", "up", "X"], ("abXc\nde", 3)),
+            ("down", ["paste:abc\nde", "ctrl+a", "up", "down", "X"], ("abc\nXde", 5)),
+            ("words", ["paste:one two", "ctrl+left", "X"], ("one Xtwo", 5)),
+            ("cut a word", ["paste:one two", "ctrl+w"], ("one ", 4)),
+            ("cut a line", ["paste:a\nbcd", "ctrl+u"], ("a\n", 2)),
+            ("cut the rest", ["paste:abc", "home", "right", "ctrl+k"], ("a", 1)),
+            ("a mark goes with its letter", ["paste:ae\u0301", "backspace"], ("a", 1)),
+            ("nothing there", ["backspace", "delete", "left", "ctrl+w"], ("", 0))), typed)
+        self.assertIsNone(toki.Editor.of("ab").key(toki.Key("up")))
+        lines = toki.Editor.of("x" * 50).lines(10, 3)
+        self.assertEqual(len(lines), 3)
+        self.assertIn("cursor", [style for style, _ in lines[-1]])
+        self.assertNotIn("s", "".join(texts(toki.Editor.of("sss").lines(10, 1, True))))
+
+    def test_only_this_room_knows_escape_sequences(self):
+        begin = SOURCE.index("SCREEN - a terminal")
+        end = SOURCE.index("CHAT - a conversation")
+        rest = SOURCE[:begin] + SOURCE[end:]
+        self.assertNotIn("\\x1b", rest)
+        self.assertNotIn("\\033", rest)
+
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 8
+COST = toki.CacheLine("cached", 1843, 1810, 33, 61.0, 2400.0, "resident")
+
+
+def chat_of(*turns, **changes):
+    return toki.Chat(turns=tuple(turns), model="m", n_ctx=8192)._replace(**changes)
+
+
+def reply(text, mode="cached", **changes):
+    return toki.Reply(mode, text, state="done", cost=COST._replace(mode=mode))._replace(
+        **changes)
+
+
+class ChatRoom(Case):
+    def press(self, chat, *names):
+        "The chat after these keys, and all effects."
+        effects = []
+        for name in names:
+            key = name if isinstance(name, tuple) else toki.Key(
+                name, name if len(name) == 1 else "")
+            chat, more = toki.chat_step(chat, key)
+            effects += more
+        return chat, effects
+
+    def test_a_frame(self):
+        chat = chat_of(toki.ChatTurn("hi", (reply("Hello **you**\n```\nx = 1\n```"),)))
+        self.assertEqual(texts(toki.chat_frame(chat, 70, 17)), [
+            " toki m · 8,192 tokens                        raw   cached   compare",
+            "─" * 70, "  you  hi", "", " toki  Hello **you**", "       ```", "       x = 1",
+            "       ```", "       ▰▰▰▰▰▰▰▰▰▰▰▰▰▰▰▱ 98% of the prompt reused",
+            "       cached · 1,843 tokens in · 1,810 reused · 33 computed · first",
+            "       token 61 ms · turn 2,400 ms · from resident", "", "", "",
+            "─" * 70, " ›",
+            " Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9…"])
+
+    def test_two_replies_side_by_side(self):
+        turn = toki.ChatTurn("q", (reply("It is 41 degrees", "raw"), reply("It is 42 degrees")))
+        rows = texts(toki.chat_frame(chat_of(turn), 80, 24))
+        self.assertIn("  raw                                   │ cached", rows)
+        self.assertIn("  It is 41 degrees                      │ It is 42 degrees", rows)
+        self.assertIn("  substantive, first difference at word 3", rows)
+        spans = [s for line in toki.chat_frame(chat_of(turn), 80, 24) for s in line]
+        self.assertEqual([t for s, t in spans if s == "diff"], ["41", "42"])
+        narrow = texts(toki.chat_frame(chat_of(turn), 40, 24))
+        self.assertLess(narrow.index("  raw"), narrow.index("  cached"))
+
+    def test_frames_fit_every_size(self):
+        chats = [chat_of(), chat_of(help=True), chat_of(trouble="x" * 200),
+                 chat_of(toki.ChatTurn(LONG, (reply(LONG),)), field=toki.Editor.of(LONG)),
+                 chat_of(toki.ChatTurn("日本" * 40, (reply(LONG, "raw"), reply("日" * 90)))),
+                 chat_of(toki.ChatTurn("q", (toki.Reply("cached", state="prefill", done=5,
+                                                    total=9),)), busy=True, now=5.0)]
+        for chat in chats:
+            for width, height in ((1, 1), (5, 3), (19, 8), (20, 6), (40, 12), (80, 24),
+                                  (200, 60)):
+                lines = toki.chat_frame(chat, width, height)
+                self.assertLessEqual(len(lines), height)
+                if width >= 20:
+                    self.assertLessEqual(max(map(toki.line_width, lines)), width,
+                                         (width, texts(lines)))
+
+    def test_what_differs(self):
+        self.table((
+            ("the same", ("a b", "a b"), ("identical", -1, 0)),
+            ("in a word", ("a bcd", "a bce"), ("substantive", 4, 2)),
+            ("at a word", ("one two", "one six"), ("substantive", 4, 2)),
+            ("a blank", ("a b", "a  b"), ("whitespace", 2, 2)),
+            ("an end", ("one", "one 2"), ("substantive", 3, 1))),
+            lambda given: tuple(toki.compare_replies(*given)))
+        left, right = toki.word_diff("one two three", "one 2 three")
+        self.assertEqual([t for d, t in left if d], ["two"])
+        self.assertEqual("".join(t for _, t in right), "one 2 three")
+        long = toki.word_diff("w " * 9000 + "a", "w " * 9000 + "b")[0]
+        self.assertEqual([t for d, t in long if d], ["a"])
+
+    def test_asking(self):
+        chat, effects = self.press(chat_of(system="S", now=3.0), "h", "i", "enter")
+        self.assertEqual(effects, [
+            ("ask", 1, ("cached",), [{"role": "system", "content": "S"},
+                                     {"role": "user", "content": "hi"}]),
+            ("remember", ("hi",))])
+        self.assertTrue(chat.busy)
+        self.assertEqual(self.press(chat, "x", "enter")[1], [])      # one at a time
+        for event in (("read", 1, 0, 5, 10), ("text", 1, 0, "He"), ("text", 1, 0, "llo"),
+                      ("done", 1, 0, COST), ("all", 1)):
+            chat, _ = toki.chat_step(chat, event)
+        self.assertEqual((chat.turns[0].reply().text, chat.busy), ("Hello", False))
+        chat, effects = self.press(chat, "y", "enter")
+        self.assertEqual([m["content"] for m in effects[0][3]], ["S", "hi", "Hello", "y"])
+
+    def test_stopping_and_late_events(self):
+        chat, _ = self.press(chat_of(), "a", "enter")
+        chat, _ = toki.chat_step(chat, ("text", 1, 0, "part"))
+        chat, effects = self.press(chat, "esc")
+        self.assertEqual(effects, [("stop",)])
+        later, _ = toki.chat_step(chat, ("text", 1, 0, "late"))
+        self.assertEqual(later.turns[0].reply()[:4], ("cached", "part", "", "stopped"))
+        again, effects = self.press(chat, "ctrl+r")
+        self.assertEqual((len(again.turns), effects[0][3][-1]["content"]), (1, "a"))
+        self.assertEqual(self.press(chat, "ctrl+c")[1], [("quit", 130)])
+
+    def test_modes_by_every_key(self):
+        for keys in (("f1", "f2", "f3"), ("alt+1", "alt+2", "alt+3"),
+                     ("ctrl+1", "ctrl+2", "ctrl+3")):
+            self.assertEqual([self.press(chat_of(), k)[0].mode for k in keys],
+                             ["raw", "cached", "compare"])
+        _, effects = self.press(chat_of(), "f3", "a", "enter")
+        self.assertEqual(effects[0][2], ("raw", "cached"))
+        chat, _ = self.press(chat_of(), "f3", "a", "enter")
+        for event in (("done", 1, 1, COST), ("failed", 1, 0, "no"), ("all", 1)):
+            chat, _ = toki.chat_step(chat, event)
+        self.assertEqual([r.state for r in chat.turns[0].replies], ["failed", "done"])
+
+    def test_scrolling_holds_its_place_while_text_comes(self):
+        chat = chat_of(toki.ChatTurn("q", (reply(LONG * 6),)), width=60, height=20)
+        up, _ = self.press(chat, "pageup")
+        top = texts(toki.chat_frame(up, 60, 20))[2]
+        grown, _ = toki.chat_step(up._replace(seq=1, busy=True), ("text", 1, 0, LONG))
+        self.assertEqual(texts(toki.chat_frame(grown, 60, 20))[2], top)
+        down, _ = self.press(up, "pagedown")
+        self.assertIsNone(down.top)
+        self.assertEqual(self.press(chat, *["ctrl+home"] * 3)[0].top, 0)
+
+    def test_earlier_prompts_and_the_system_prompt(self):
+        chat, _ = self.press(chat_of(past=("one", "two")), "d", "up", "up", "up")
+        self.assertEqual(chat.field.text, "one")
+        chat, _ = self.press(chat, "down", "down")
+        self.assertEqual(chat.field.text, "d")
+        chat, _ = self.press(chat, "f5", "S", "enter")
+        self.assertEqual((chat.system, chat.field.text, chat.typing), ("S", "d", "prompt"))
+        chat, _ = self.press(chat, "ctrl+t", "x", "esc")
+        self.assertEqual(chat.system, "S")
+
+    def test_plain_text_to_be_copied(self):
+        chat = chat_of(toki.ChatTurn("q", (reply("a\nb"),)))
+        self.assertEqual(self.press(chat, "f4")[1], [("show", "a\nb")])
+
+    def test_lines_without_a_terminal(self):
+        d = self.daemon(self.fake())
+        out, err = io.StringIO(), io.StringIO()
+        given = io.StringIO("first\n\nsecond\n")
+        old, sys.stdin = sys.stdin, given
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = toki.main(["tui", "--state-dir", d.where.state, "--max-tokens", "5"])
+        finally:
+            sys.stdin = old
+        self.assertEqual((code, out.getvalue().count("\n")), (0, 2))
+        self.assertNotIn("\x1b", out.getvalue() + err.getvalue())
+        self.assertEqual(len(re.findall("cached . .* tokens in", err.getvalue())), 2)
+        self.assertRegex(err.getvalue(), "from resident")
+
+
+class TopRoom(Case):
+    def state(self):
+        d = self.daemon(self.fake(n_ctx=2048))
+        for text in ("one", "two"):
+            toki.daemon_json(toki.REAL, "127.0.0.1", d.server.server_port, "POST",
+                             "/v1/chat/completions", {"max_tokens": 3, "messages": [
+                                 {"role": "system", "content": LONG * 3},
+                                 {"role": "user", "content": text}]})
+        return d, toki.daemon_json(toki.REAL, "127.0.0.1", d.server.server_port, "GET",
+                                   "/toki/state")
+
+    FOREST = [{"from": 0, "tokens": 900, "holders": [], "children": [
+        {"from": 900, "tokens": 40, "holders": ["slot 0"], "children": []},
+        {"from": 900, "tokens": 70, "holders": ["slot 1", "snap 3"], "children": []}]}]
+
+    def test_frames(self):
+        _, state = self.state()
+        state = dict(state, forest=self.FOREST)
+        top = toki.Top(state, at=state["started"] + 3700)
+        rows = texts(toki.top_frame(top, 80, 30))
+        self.assertIn("1 h 1 min", rows[0])
+        for line in ("   900 tokens shared", "     ├ 70 tokens  slot 1, snap 3",
+                     "     └ 40 tokens  slot 0"):
+            self.assertIn(line, rows)
+        self.assertTrue(any(re.match(r"    2  (hit|miss) ", row) for row in rows), rows)
+        for view in (top, top._replace(help=True), toki.Top(), toki.Top(trouble="x" * 99),
+                     toki.Top(dict(state, recent=[], slots=[]))):
+            for width, height in ((20, 3), (40, 12), (80, 24), (160, 60)):
+                lines = toki.top_frame(view, width, height)
+                self.assertLessEqual(len(lines), height)
+                painted = toki.Painter(0).paint(lines, width, height)
+                longest = max(toki.text_width(row) for row in re.split(
+                    r"\x1b\[[?\d;]*[A-Za-z]", painted))
+                self.assertLessEqual(longest, width)
+
+    def test_steps(self):
+        top = toki.Top({"recent": [{}] * 5})
+        step = toki.top_step
+        self.assertEqual(step(top, toki.Key("q"))[1], [("quit", 0)])
+        self.assertEqual(step(top, toki.Key("down"))[0].scroll, 1)
+        self.assertEqual(step(top, ("tick", 1))[1], [("poll",)])
+        held, _ = step(top, toki.Key(" ", " "))
+        self.assertEqual(step(held, ("tick", 1))[1], [])
+        self.assertIs(step(held, ("state", {}, 1))[0], held)
+        self.assertEqual(step(top, ("trouble", "gone"))[0].trouble, "gone")
+
+    def test_one_picture_without_a_terminal_and_from_elsewhere(self):
+        d, _ = self.state()
+        url = f"http://127.0.0.1:{d.server.server_port}"
+        for argv in (["top", "--url", url], ["top", "--once", "--url", url],
+                     ["top", "--json", "--url", url]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                self.assertEqual(toki.main([*argv, "--state-dir", self.folder()]), 0)
+            self.assertNotIn("\x1b", out.getvalue())
+            self.assertIn("fake", out.getvalue())
+        self.assertEqual(json.loads(out.getvalue())["counters"]["asks"], 2)
+
+    def test_diff(self):
+        d, _ = self.state()
+        for extra in ([], ["--json"]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                code = toki.main(["diff", *extra, "--max-tokens", "6", "--system", "S",
+                                  "what?", "--state-dir", d.where.state])
+            self.assertEqual(code, 0)
+            self.assertNotIn("\x1b", out.getvalue())
+            self.assertIn("identical", out.getvalue())
+        found = json.loads(out.getvalue())
+        self.assertEqual(found["raw"]["text"], found["cached"]["text"])
+        self.assertTrue(found["raw"]["text"])
+        self.assertEqual(found["raw"]["reused"], 0)
+        self.assertEqual((found["class"], found["first_difference_word"]),
+                         ("identical", 0))
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(toki.main(["diff", " ", "--state-dir", d.where.state]), 2)
+
+
+class LauncherRoom(Case):
+    def launcher(self, **changes):
+        s = toki.Launcher((("Toki Chat", ""), ("Claude Code", "npm i claude"),
+                           ("Pi", "npm i pi")), asked=True,
+                          versions=((1, "2.1"), (2, "")),
+                          models=(("m1", "/f1", 4096, True), ("m2", "/f2", 0, False)),
+                          rows=(("slots", "4", "default", "how many", False),
+                                ("shelf", "on", "default", "save", False),
+                                ("engine_key", "k", "file", "key", True)))
+        return s._replace(**changes)
+
+    def press(self, s, *names):
+        effects = []
+        for name in names:
+            s, more = toki.launcher_step(s, toki.Key(name, name if len(name) == 1 else ""))
+            effects += more
+        return s, effects
+
+    UP = {"engine": {"state": "ready", "model": "m1", "n_ctx": 4096}, "open": 0}
+
+    def test_every_key_of_the_list(self):
+        up, down = self.launcher(state=self.UP), self.launcher()
+        self.assertEqual(self.press(up, "down", "down", "down", "up")[0].at, 1)
+        self.assertEqual(self.press(up, "3")[0].at, 2)
+        self.assertEqual(self.press(up, "9")[0].at, 0)
+        self.assertEqual(self.press(up, "2", "enter")[1], [("start", 1)])
+        missing, effects = self.press(up, "3", "enter")
+        self.assertEqual((missing.bad, effects), ("not installed: npm i pi", []))
+        for key in ("right", "m"):
+            self.assertEqual(self.press(up, key)[0].view, "models")
+        self.assertEqual(self.press(up, "s")[1], [("settings",)])
+        self.assertEqual(self.press(up, "?", "q")[0].view, "list")
+        self.assertEqual(self.press(up, "q")[1], [("quit", 0)])
+        self.assertEqual(self.press(up, "ctrl+c")[1], [("quit", 130)])
+        self.assertEqual(self.press(down, "enter", "y")[1], [("up",)])
+        self.assertEqual(self.press(down, "enter", "n")[1], [])
+
+    def test_without_a_model_it_leads_to_the_model_list(self):
+        s, _ = self.press(self.launcher(models=()), "enter")
+        rows = texts(toki.launcher_frame(s, 80, 24))
+        self.assertTrue(any("toki up --yes" in row for row in rows))
+
+    def test_models_and_context(self):
+        self.assertEqual(self.press(self.launcher(), "m", "down", "enter")[1][-1],
+                         ("use", "m2", 0))
+        self.assertEqual(self.press(self.launcher(), "m", "c", "ctrl+u", "8", "0", "enter"
+                                    )[1][-1], ("use", "m1", 80))
+        self.assertIn("no number", self.press(self.launcher(), "m", "c", "x", "enter"
+                                              )[0].bad)
+
+    def test_settings_warn_before_a_restart_and_offer_it(self):
+        s, effects = self.press(self.launcher(state=self.UP), "s", "enter", "ctrl+u", "7",
+                                "enter")
+        self.assertEqual(effects[-1], ("set", "slots", "7"))
+        s, _ = toki.launcher_step(s, ("set", "slots", "7", "file"))
+        self.assertIn("needs a restart", s.note)
+        self.assertEqual(self.press(s, "r")[1], [("restart",)])
+        self.assertEqual(self.press(self.launcher(), "s", "down", "enter")[1][-1],
+                         ("set", "shelf", "off"))
+        stopped, _ = toki.launcher_step(self.launcher(), ("set", "slots", "7", "file"))
+        self.assertEqual(stopped.stale, ())
+        other, _ = toki.launcher_step(self.launcher(), ("set", "slots", "7",
+                                                        "variable TOKI_SLOTS"))
+        self.assertIn("wins", other.bad)
+        key, _ = self.press(self.launcher(), "s", "down", "down", "enter", "h", "u")
+        self.assertNotIn("hu", "\n".join(texts(toki.launcher_frame(key, 80, 24))[-3:]))
+
+    def test_the_settings_file_keeps_everything_else(self):
+        self.table((
+            ("empty", ("", "slots", "2"), "[toki]\nslots = 2\n"),
+            ("changed", ("# a\n[toki]\nslots=4 \nctx = 1\n", "slots", "2"),
+             "# a\n[toki]\nslots = 2\nctx = 1\n"),
+            ("dashes", ("[toki]\nengine-bin: x\n", "engine_bin", "y"),
+             "[toki]\nengine_bin = y\n"),
+            ("added", ("[toki]\nctx = 1\n\n[other]\nslots = 9\n", "slots", "2"),
+             "[toki]\nctx = 1\nslots = 2\n\n[other]\nslots = 9\n"),
+            ("a comment is none", ("[toki]\n# slots = 1\n", "slots", "2"),
+             "[toki]\n# slots = 1\nslots = 2\n")),
+            lambda given: toki.with_setting(*given))
+        with self.assertRaises(toki.UsageError):
+            toki.with_setting("", "model", "a\nslots = 9")
+
+    def test_frames_fit(self):
+        s = self.launcher(state=self.UP)
+        views = [s, self.launcher(), s._replace(at=2), s._replace(models=())] + [
+            s._replace(view=v) for v in ("models", "ctx", "settings", "value", "start",
+                                         "help")]
+        for view in views + [s._replace(view="models", models=())]:
+            for width, height in ((40, 12), (60, 20), (80, 24), (160, 50)):
+                lines = toki.launcher_frame(view, width, height)
+                self.assertLessEqual(len(lines), height)
+                self.assertLessEqual(max(map(toki.line_width, lines)), width,
+                                     (view.view, width))
+        rows = texts(toki.launcher_frame(s, 80, 24))
+        self.assertIn("  ( • • )    no token is computed twice", rows)
+        self.assertIn("  3  Pi                    npm i pi", rows)
+
+
+class Tmux:
+    "A shell in a terminal of its own."
+
+    def __init__(self, case, width=80, height=24, **env):
+        self.case, self.name = case, f"toki-{os.getpid()}-{id(self)}"
+        case.addCleanup(self.run, "kill-server")
+        plain = {"PATH": os.environ["PATH"], "HOME": case.folder(), "LANG": "C.UTF-8",
+                 "LC_ALL": "C.UTF-8", "PS1": "$ ", "TERM": "xterm-256color", **env}
+        self.run("-f", os.devnull, "new-session", "-d", "-x", str(width), "-y",
+                 str(height), "env", "-i", *(f"{k}={v}" for k, v in plain.items()), "sh")
+        self.run("set", "-s", "extended-keys", "on")
+        self.run("set", "-s", "escape-time", "0")
+        self.wait("$")
+
+    def run(self, *args, **more):
+        return subprocess.run(["tmux", "-L", self.name, *args], capture_output=True,
+                              text=True, **more).stdout
+
+    def keys(self, *keys):
+        self.run("send-keys", *keys)
+
+    def type(self, text):
+        self.run("send-keys", "-l", text)
+
+    def send(self, data):
+        self.run("send-keys", "-H", *(f"{b:02x}" for b in data))
+
+    def paste(self, text):
+        self.run("load-buffer", "-", input=text)
+        self.run("paste-buffer", "-p")
+
+    def start(self, *argv):
+        self.type(" ".join(f"'{a}'" for a in (sys.executable, *argv)))
+        self.keys("Enter")
+
+    def screen(self):
+        return self.run("capture-pane", "-p")
+
+    def ask(self, what):
+        return self.run("display", "-p", "#{" + what + "}").strip()
+
+    def resize(self, width, height):
+        self.run("resize-window", "-x", str(width), "-y", str(height))
+
+    def wait(self, *wanted):
+        "Until all of it stands on the screen; the screen."
+        end = time.monotonic() + 20
+        while True:
+            screen = self.screen()
+            if all(w in screen for w in wanted):
+                return screen
+            self.case.assertLess(time.monotonic(), end, f"no {wanted} on\n{screen}")
+            time.sleep(0.05)
+
+    def child(self):
+        "The process that the shell runs."
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", self.ask("pane_pid")],
+                               capture_output=True, text=True).stdout.split()
+        return int(found[0])
+
+    def check_usable(self, code):
+        "Back in the shell, with echo and lines, no alternate screen, a cursor."
+        self.case.until(lambda: self.ask("alternate_on") == "0", "the normal screen")
+        self.type("echo \"code=$?\"; stty -a | tr ';' ' '")
+        self.keys("Enter")
+        screen = self.wait(f"code={code}", "iexten")
+        for word in (" icanon", " icrnl", " ixon"):
+            self.case.assertIn(word, " " + screen.replace("\n", " "))
+        self.case.assertNotIn("-echo ", screen)
+        self.case.assertEqual(self.ask("cursor_flag"), "1")
+
+
+@unittest.skipUnless(shutil.which("tmux") and os.name == "posix", "tmux is not installed")
+class Terminal(Case):
+    "The real screens in a real terminal."
+    TOKI = os.path.join(HERE, "toki.py")
+
+    def begin(self, *argv, width=80, height=24, fake=None, **env):
+        fake = fake or self.fake(decode_ms=1)
+        self.d = self.daemon(fake)
+        t = Tmux(self, width, height, TOKI_STATE_DIR=self.d.where.state, **env)
+        t.start(*(argv or (self.TOKI,)))
+        return t
+
+    def test_chat(self):
+        t = self.begin(self.TOKI, "tui", "--max-tokens", "12")
+        t.wait("Ask something", "fake")
+        t.type("first line")
+        t.send(b"\x1b\r")
+        t.paste("pasted\nlines")
+        t.wait("first line", "pasted", "lines")
+        t.keys("Enter")
+        t.wait("you  first line", "cached · 21 tokens in", "Enter send")
+        for data, mode in ((b"\x1bOP", "raw"), (b"\x1b[27;5;51~", "compare"),
+                           (b"\x1b2", "cached"), (b"\x1b[49;5u", "raw")):
+            t.send(data)
+            self.until(lambda: f"\x1b[7m {mode} " in t.run("capture-pane", "-pe"), mode)
+        t.send(b"\x1bOR")
+        t.type("both")
+        t.keys("Enter")
+        t.wait("│ cached", "identical")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12 and "compare" in t.screen())
+        t.keys("PPage")
+        t.wait("PgDn")
+        t.resize(80, 24)
+        t.keys("NPage", "NPage", "NPage")
+        t.wait("│ cached", "identical", "F1-F3 mode")
+        t.keys("F4")
+        t.wait("[Enter: back to toki]")
+        self.assertEqual(t.ask("alternate_on"), "0")
+        t.keys("Enter")
+        t.wait("│ cached")
+        t.keys("F9")
+        t.wait("the last reply as plain text")
+        t.keys("x", "C-q")
+        t.check_usable(0)
+        history = os.path.join(self.d.where.state, "tui-history.json")
+        self.assertEqual(os.stat(history).st_mode & 0o777, 0o600)
+        with open(history, encoding="utf-8") as f:
+            self.assertEqual(json.load(f), ["first line\npasted\nlines", "both"])
+
+    def test_escape_stops_the_engine(self):
+        fake = self.fake()
+        t = self.begin(self.TOKI, "tui", fake=fake)
+        t.wait("Ask something", "fake")
+        fake.hold("decode", after=3)
+        t.type("long")
+        t.keys("Enter")
+        self.until(lambda: fake.frozen, "the engine at work")
+        t.keys("Escape")
+        t.wait("stopped")
+        fake.release()
+        self.until(lambda: not self.d.keeper.open_count(), "a free slot")
+        t.keys("C-c")
+        t.check_usable(130)
+
+    def test_every_end_leaves_a_usable_terminal(self):
+        boom = ("import sys; sys.path.insert(0, sys.argv.pop()); import toki\n"
+                "def broken(*_): raise RuntimeError(str(6 * 7))\n"
+                "toki.{0} = broken; sys.exit(toki.main([\"{1}\"]))")
+        ends = [("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
+                ("top", "INT", 130), ("tui", "chat_frame", 1), ("top", "top_frame", 1)]
+        t = self.begin("-c", "pass")
+        for face, how, code in ends:
+            with self.subTest(face + " " + how):
+                t.keys("C-l")
+                t.type("clear")
+                t.keys("Enter")
+                if "_" in how:
+                    script = os.path.join(self.folder(), "broken.py")
+                    with open(script, "w", encoding="utf-8") as f:
+                        f.write(boom.format(how, face))
+                    t.start(script, HERE)
+                    t.wait("toki: the screen failed: RuntimeError: 42", "TOKI_DEBUG")
+                    self.assertNotIn("Traceback", t.screen())
+                else:
+                    t.start(self.TOKI, face)
+                    t.wait("fake", "toki")
+                    self.assertEqual(t.ask("alternate_on"), "1")
+                    os.kill(t.child(), getattr(toki.signal, "SIG" + how))
+                t.check_usable(code)
+
+    def test_stopped_and_continued(self):
+        t = self.begin(self.TOKI, "tui")
+        t.wait("Ask something", "fake")
+        t.type("half a prom")
+        t.wait("half a prom")
+        t.send(b"\x1a")
+        self.until(lambda: t.ask("alternate_on") == "0", "the shell")
+        t.type("echo in the $((1 + 1))nd shell; fg")
+        t.keys("Enter")
+        self.until(lambda: t.ask("alternate_on") == "1", "the chat again")
+        t.wait("half a prom")
+        t.type("pt")
+        t.wait("half a prompt")
+        t.keys("C-q")
+        t.check_usable(0)
+        self.assertIn("in the 2nd shell", t.screen())
+
+    def test_top(self):
+        t = self.begin(self.TOKI, "top", NO_COLOR="1")
+        t.wait("reused", "slots", "verdict", "q quit")
+        self.assertNotRegex(t.run("capture-pane", "-pe"), "\x1b\\[[0-9;]*3[0-7]m")
+        toki.daemon_json(toki.REAL, "127.0.0.1", self.d.server.server_port, "POST",
+                         "/v1/chat/completions", {"max_tokens": 3, "messages": [
+                             {"role": "user", "content": "hello"}]})
+        t.wait("miss")
+        t.resize(40, 12)
+        self.until(lambda: "verdict     reused/of" in t.screen() or
+                   "slots" in t.screen() and len(t.screen().split("\n")[0]) <= 40)
+        t.resize(80, 24)
+        t.wait("first      turn  why")
+        t.keys("?")
+        t.wait("hold the picture still")
+        t.keys("x", "Space")
+        t.wait("held")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_launcher(self):
+        script = os.path.join(self.folder(), "agents.py")
+        with open(script, "w", encoding="utf-8") as f:
+            f.write("import collections, sys; sys.path.insert(0, sys.argv.pop())\n"
+                    "import toki\n"
+                    "Agent = collections.namedtuple('Agent', 'name title install')\n"
+                    "toki.AGENTS = (Agent('claude', 'Claude Code', 'npm claude'),\n"
+                    "               Agent('pi', 'Pi', 'npm i pi'))\n"
+                    "toki.agent_version = lambda a, e: '2.1' * (a.name == 'claude')\n"
+                    "toki.launch = lambda a, c, x: (c.edges.term.wait(\n"
+                    "    a.title + ' was here'), 3)[1]\n"
+                    "sys.exit(toki.main([]))\n")
+        t = self.begin(script, HERE)
+        t.wait("( • • )", "Toki Chat", "2.1", "npm i pi", "ready", "fake · 8,192")
+        t.keys("3")
+        t.wait("Pi is missing: npm i pi")
+        t.keys("Enter")
+        t.wait("not installed: npm i pi")
+        t.keys("Up", "Enter")
+        t.wait("Claude Code was here")
+        self.assertEqual(t.ask("alternate_on"), "0")
+        t.keys("Enter")
+        t.wait("ended with code 3; Enter")
+        t.keys("Enter")
+        t.wait("( • • )", "Claude Code ended with code 3")
+        t.keys("Right")
+        t.wait("No model to choose yet")
+        t.keys("Left", "m")
+        t.wait("No model to choose yet")
+        t.keys("Left", "s")
+        t.wait("tokens of context a slot")
+        for _ in range(5):
+            t.keys("Down")
+        t.keys("Enter")
+        t.wait("slots › 4")
+        t.keys("BSpace", "6", "Enter")
+        t.wait("needs a restart; r does it now")
+        t.resize(40, 12)
+        t.wait("toki ● ready", "slots")
+        t.resize(80, 24)
+        t.wait("( • • )")
+        t.keys("Left", "?")
+        t.wait("any key goes back")
+        t.keys("x", "1", "Enter")
+        t.wait("Ask something")
+        t.keys("C-q")
+        t.wait("( • • )")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_nothing_runs(self):
+        t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
+        t.start(self.TOKI)
+        t.wait("nothing runs", "no model yet")
+        t.keys("Enter")
+        t.wait("No model to choose yet", "toki up --yes", "needs an engine and a model")
+        t.keys("Left", "q")
+        t.check_usable(0)
+        t.start(self.TOKI, "tui")
+        t.wait("nothing answers at http://127.0.0.1:1", "toki up")
+        t.type("anyway")
+        t.keys("Enter")
+        t.wait("you  anyway", "toki  nothing answers")
+        t.keys("C-q")
+        t.check_usable(0)
+        t.start(self.TOKI, "top")
+        t.wait("nothing answers", "q quit")
+        t.keys("q")
+        t.check_usable(0)
 
 
 class Commands(Case):
@@ -12446,7 +13194,8 @@ ROOMS = {
     "INSTALL": (Install, InstallLlama, Compile, InstallScript,
                 InstallBat),
     "STACK": (Stack,), "SERVICE": (Service,),
-    "COMMANDS": (Commands,),
+    "SCREEN": (ScreenRoom,), "CHAT": (ChatRoom,), "TOP": (TopRoom,),
+    "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone)}
 

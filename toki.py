@@ -59,6 +59,10 @@ values out), the rest touches the world, and only through the doors of EDGES.
     32 INSTALL   get an engine and a starter model
     33 STACK     up, down, status: engine and daemon as one thing
     0  SERVICE   toki as a service of this user
+    0  SCREEN    a terminal: keys in, styled lines out
+    0  CHAT      a conversation: raw, cached, or both side by side
+    0  TOP       what runs, what is held and what each ask cost, live
+    0  LAUNCHER  bare `toki`: chat and agents, model, stack, settings
     34 BENCH     toki's own cost, soak, and the everyday situations
     35 DOCTOR    is everything fit, and if not, what to do
     36 COMMANDS  one function per subcommand, then main
@@ -78,14 +82,18 @@ from __future__ import annotations
 import argparse
 import base64
 import bisect
+import codecs
 import configparser
 import contextlib
+import difflib
 import errno
+import functools
 import hashlib
 import hmac
 import http.client
 import http.server
 import io
+import itertools
 import json
 import logging
 import logging.handlers
@@ -107,6 +115,7 @@ import sys
 import tarfile
 import threading
 import time
+import unicodedata
 import urllib.parse
 import zipfile
 import zlib
@@ -389,8 +398,8 @@ SETTINGS = (
             "of rules; +name and -name change the usual ones"),
     Setting("replay", True, _switch, "put back what a client lost of replies that it "
             "sends again"),
-    Setting("history", True, _switch,
-            "keep the ledger of asks and their token ids, never text"),
+    Setting("history", True, _switch, "keep the ledger of asks and their token ids, "
+            "never text; let `tui` remember what was asked in it"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
             "how much the log says"),
 )
@@ -5174,7 +5183,7 @@ _NODE_BYTES = 420            # a block in the trie: hash, node and their dict en
 MOVE_FIXED_MS = 1.5          # of a save or restore, whatever the size
 _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
-_FAMILIES = 512              # of which the parents are remembered
+_PARENTS = 512               # of families that are remembered
 
 
 class Prompt(NamedTuple):
@@ -5488,7 +5497,7 @@ class Book:
             self.parents.setdefault(request.family, request.conversation)
         if request.family in self.parents:
             self.parents.move_to_end(request.family)
-        while len(self.parents) > _FAMILIES:
+        while len(self.parents) > _PARENTS:
             self.parents.popitem(last=False)
         parent = self.parents.get(request.family, "")
         return parent if parent != request.conversation else ""
@@ -7777,7 +7786,7 @@ def _joined(*parts: str, sep: str = "/") -> str:
 # ============================================================================
 # 19. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
-#    is_local_url.
+#    is_local_url, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -8088,8 +8097,237 @@ class Proc:
                 signal.signal(getattr(signal, name), lambda *_: act())
 
 
+class PosixConsole:
+    """The terminal key by key: bytes in, text out; `close` puts everything back.
+
+    Signals only set flags: `ended` is INT, TERM or HUP, `paused` the wish to be stopped
+    (Ctrl+Z), `changed` a new size or a continuation.  A second INT in a row raises
+    KeyboardInterrupt, so that a loop that hangs can be left.  Main thread only.
+    """
+
+    def __init__(self) -> None:
+        import termios
+        self._termios = termios
+        self._in, self._out = sys.stdin.fileno(), sys.stdout.fileno()
+        self.ended, self.paused, self.changed = "", False, False
+        self._closing = threading.Lock()     # a closed pipe's number is soon another's
+        self._open = True
+        self._saved = termios.tcgetattr(self._in)
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._before = {
+            number: signal.signal(number, act) for number, act in (
+                (signal.SIGINT, self._on_end), (signal.SIGTERM, self._on_end),
+                (signal.SIGHUP, self._on_end), (signal.SIGTSTP, self._on_pause),
+                (signal.SIGCONT, self._on_change), (signal.SIGWINCH, self._on_change))}
+        self.raw()
+
+    def _on_end(self, number: int, _: Any) -> None:
+        name = signal.Signals(number).name[3:]
+        if name == "INT" and self.ended == "INT":
+            raise KeyboardInterrupt
+        self.ended = name
+
+    def _on_pause(self, *_: Any) -> None:
+        self.paused = True
+
+    def _on_change(self, *_: Any) -> None:
+        self.changed = True
+
+    def raw(self) -> None:
+        "No echo, no lines, Enter and Ctrl+J told apart; Ctrl+C, Ctrl+Z stay signals."
+        t = self._termios
+        mode = t.tcgetattr(self._in)
+        mode[0] &= ~(t.ICRNL | t.INLCR | t.IGNCR | t.IXON | t.ISTRIP)
+        mode[3] &= ~(t.ECHO | t.ICANON | t.IEXTEN)
+        mode[6][t.VMIN], mode[6][t.VTIME] = 1, 0
+        with contextlib.suppress(OSError, ValueError):       # no core by Ctrl+\
+            mode[6][t.VQUIT] = bytes([os.fpathconf(self._in, "PC_VDISABLE") & 255])
+        self._set(mode)
+
+    def _set(self, mode: list) -> None:
+        with contextlib.suppress(self._termios.error, OSError):      # it hung up
+            self._termios.tcsetattr(self._in, self._termios.TCSADRAIN, mode)
+
+    def cooked(self) -> None:
+        self._set(self._saved)
+
+    def read(self, timeout: float) -> bytes:
+        "What was typed, after at most `timeout` s; b'' for nothing or a wake-up."
+        ready = select.select([self._in, self._pipe[0]], [], [], timeout)[0]
+        if self._pipe[0] in ready:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._pipe[0], 512):
+                    pass
+        if self._in not in ready:
+            return b""
+        try:
+            data = os.read(self._in, 1 << 16)
+        except OSError:
+            data = b""
+        self.ended = self.ended or ("" if data else "HUP")
+        return data
+
+    def wake(self) -> None:
+        "From any thread: end the `read` in progress."
+        with self._closing, contextlib.suppress(OSError):
+            if self._open:
+                os.write(self._pipe[1], b".")
+
+    def write(self, text: str) -> None:
+        data = text.encode("utf-8", "replace")
+        try:
+            while data:
+                data = data[os.write(self._out, data):]
+        except OSError:
+            self.ended = self.ended or "HUP"
+
+    def size(self) -> tuple:
+        "(columns, rows)"
+        try:
+            size = tuple(os.get_terminal_size(self._out))
+        except OSError:
+            size = (80, 24)
+        return size if min(size) > 0 else (80, 24)
+
+    def stop(self) -> None:
+        "Stop this process as Ctrl+Z does; returns when it is continued."
+        self.paused = False
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.cooked()
+        signal.set_wakeup_fd(self._wakeup)
+        for number, act in self._before.items():
+            signal.signal(number, act)
+        with self._closing:
+            self._open = False
+            for end in self._pipe:
+                os.close(end)
+
+
+class WindowsConsole:
+    "The same on a Windows console (10 or newer); its size is looked up at every read."
+
+    _ECHO_LINE_PROCESSED_QUICK, _KEYS_AS_VT, _EXTENDED = 0x47, 0x200, 0x80
+    _VT_OUT = 0x1 | 0x4
+
+    def __init__(self) -> None:
+        import ctypes
+        import msvcrt
+        from ctypes import wintypes
+        self._msvcrt, self._word = msvcrt, wintypes.DWORD
+        kernel = ctypes.WinDLL("kernel32")
+        kernel.GetStdHandle.restype = wintypes.HANDLE
+        kernel.GetStdHandle.argtypes = [wintypes.DWORD]
+        kernel.GetConsoleMode.argtypes = [wintypes.HANDLE, ctypes.c_void_p]
+        kernel.SetConsoleMode.argtypes = [wintypes.HANDLE, wintypes.DWORD]
+        self._kernel, self._byref = kernel, ctypes.byref
+        self._handles = [kernel.GetStdHandle(n & 0xFFFFFFFF) for n in (-10, -11)]
+        self.ended, self.paused, self.changed = "", False, False
+        self._saved = [self._mode(h) for h in self._handles]
+        self._seen = self.size()
+        self._half = ""                  # of a character outside the first 64 Ki
+        self._before = {
+            number: signal.signal(number, self._on_end)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)}
+        self.raw()
+
+    def _on_end(self, *_: Any) -> None:
+        self.ended = "TERM"
+
+    def _mode(self, handle: Any) -> int:
+        mode = self._word()
+        if not self._kernel.GetConsoleMode(handle, self._byref(mode)):
+            raise TokiError("this is no Windows console",
+                            "use Windows Terminal, or pipe the output")
+        return int(mode.value)
+
+    def raw(self) -> None:
+        keys, screen = self._saved
+        keys &= ~self._ECHO_LINE_PROCESSED_QUICK
+        for handle, mode in zip(self._handles, (
+                keys | self._KEYS_AS_VT | self._EXTENDED, screen | self._VT_OUT)):
+            if not self._kernel.SetConsoleMode(handle, mode):
+                self.cooked()
+                raise TokiError("this console knows no escape sequences",
+                                "use Windows 10 or newer, or pipe the output")
+
+    def cooked(self) -> None:
+        for handle, mode in zip(self._handles, self._saved):
+            self._kernel.SetConsoleMode(handle, mode)
+
+    def read(self, timeout: float) -> bytes:
+        end = time.monotonic() + timeout
+        typed = self._half
+        while True:
+            while self._msvcrt.kbhit():
+                typed += self._msvcrt.getwch()
+            if self.size() != self._seen:
+                self._seen, self.changed = self.size(), True
+            if typed or self.changed or self.ended or time.monotonic() >= end:
+                break
+            time.sleep(0.01)
+        half = "\ud800" <= typed[-1:] <= "\udbff"
+        self._half, typed = (typed[-1:], typed[:-1]) if half else ("", typed)
+        return typed.encode("utf-16-le", "surrogatepass").decode(
+            "utf-16-le", "replace").encode()
+
+    def wake(self) -> None:
+        "Nothing to do: the hundredth of a second is awaited."
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def size(self) -> tuple:
+        try:
+            return tuple(os.get_terminal_size(sys.stdout.fileno()))
+        except (OSError, ValueError):
+            return 80, 24
+
+    def stop(self) -> None:
+        self.paused = False
+
+    def close(self) -> None:
+        self.cooked()
+        for number, act in self._before.items():
+            signal.signal(number, act)
+
+
 class Term:
     "What people see and type."
+
+    def console(self) -> Any:
+        "The terminal key by key; only where `interactive`, to be closed."
+        return WindowsConsole() if os.name == "nt" else PosixConsole()
+
+    def speaks_unicode(self) -> bool:
+        "Can the output say more than ASCII?"
+        return "utf" in (getattr(sys.stdout, "encoding", "") or "").lower()
+
+    def columns(self) -> int:
+        return shutil.get_terminal_size((100, 24)).columns
+
+    def lines(self) -> Iterable[str]:
+        "The lines of the standard input, as they come."
+        return iter(sys.stdin.readline, "") if sys.stdin else iter(())
+
+    def write(self, text: str) -> None:
+        "A piece of a line, at once."
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except UnicodeEncodeError:
+            self.write(text.encode("ascii", "replace").decode())
+
+    def wait(self, text: str) -> None:
+        "Show `text` and wait for Enter."
+        with contextlib.suppress(EOFError):
+            input(text)
 
     def out(self, text: str = "") -> None:
         try:
@@ -15344,6 +15582,2041 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
+# 0. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+#    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
+#    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
+#    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
+#
+#    All escape sequences that toki ever writes (CSI is ESC [):
+#      CSI ?1049 h l   alternate screen        CSI r;c H   cursor to row r, column c
+#      CSI ?25 h l     cursor shown or not     CSI K       erase to the end of the line
+#      CSI ?2004 h l   bracketed paste         CSI 2 J     erase the screen
+#      CSI ?2026 h l   one update at once      CSI n m     style, 16 basic colours
+#      CSI >4;1 m, >4 m   Ctrl and Alt told with any key, by xterm and tmux
+#      CSI >1 u, < u      the same, by kitty and those who follow it
+#      CSI ?1000;1006 h l the wheel, only on request: it takes the mouse from copying
+# ============================================================================
+class Key(NamedTuple):
+    "A key by name ('a', 'enter', 'ctrl+alt+up', 'f1', 'paste'), with what it types."
+    name: str
+    text: str = ""
+
+
+Line = list                  # of (style, text) pairs
+
+_ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[?2004h"
+_LEAVE_SCREEN = "\x1b[0m\x1b[?2004l\x1b[?25h\x1b[?1049l"
+_MORE_KEYS, _PLAIN_KEYS = "\x1b[>4;1m\x1b[>1u", "\x1b[<u\x1b[>4m"
+_WHEEL_ON, _WHEEL_OFF = "\x1b[?1000;1006h", "\x1b[?1000;1006l"
+
+_CSI = re.compile(r"\x1b\[([<=>?]?)([0-9:;]*)[ -/]*([@-~])")
+_CSI_BEGUN = re.compile(r"\x1b(?:\x1b?\[[<=>?]?[0-9:;]*[ -/]*|\x1b?O?|\[\[)\Z")
+_CSI_LETTERS = dict(zip("ABCDHFPQRS",
+                        "up down right left home end f1 f2 f3 f4".split()),
+                    M="enter", Z="shift+tab")
+_CSI_NUMBERS = dict(zip(
+    (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 23, 24),
+    "home insert delete end pageup pagedown home end f1 f2 f3 f4 f5 f6 f7 f8 f9 f10 "
+    "f11 f12".split()))
+_CONTROL = {"\r": "enter", "\n": "ctrl+j", "\t": "tab", "\x7f": "backspace",
+            "\b": "backspace", "\0": "ctrl+space", "\x1b": "esc"}
+
+
+def _held_keys(code: str) -> str:
+    "xterm's modifier number as 'ctrl+alt+': 1 + (1 shift, 2 alt, 4 ctrl)."
+    bits = max(0, int(code.split(":")[0] or 1) - 1) if code else 0
+    return "".join(name for bit, name in ((4, "ctrl+"), (2, "alt+"), (1, "shift+"))
+                   if bits & bit)
+
+
+def _char_key(char: str, held: str = "") -> Key:
+    "The key that types `char`, with what is held down beside it."
+    name = _CONTROL.get(char)
+    if name is None and char < " ":
+        name = "ctrl+" + chr(ord(char) + 64).lower()
+    if name is not None:
+        return Key(held + name)
+    if held in ("", "shift+"):
+        return Key(char, char)
+    return Key(held.replace("shift+", "") + char)
+
+
+class KeyReader:
+    """Bytes of a terminal to keys, however they are cut.
+
+    Unknown sequences vanish.  An ESC may be a key or the beginning of one: while
+    `waiting`, call `flush` when nothing has followed for a moment (40 ms).
+    """
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._rest = ""
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._rest) and not self._rest.startswith("\x1b[200~")
+
+    def feed(self, data: bytes) -> list:
+        self._rest += self._decode(data)
+        keys = []
+        while self._rest:
+            key, used = self._next(self._rest)
+            if not used:
+                break
+            self._rest = self._rest[used:]
+            keys += [key] if key else []
+        return keys
+
+    def flush(self) -> list:
+        "What waits is all there is: a lone ESC, and what stands behind it."
+        rest, self._rest = self._rest, ""
+        return [_char_key(rest[0])] + self.feed(rest[1:].encode()) if rest else []
+
+    def _next(self, text: str) -> tuple:
+        "(key or None, characters used); 0 used: more is needed."
+        if text[0] != "\x1b":
+            return _char_key(text[0]), 1
+        if text.startswith("\x1b[200~"):
+            end = text.find("\x1b[201~")
+            return (Key("paste", text[6:end]), end + 6) if end >= 0 else (None, 0)
+        if _CSI_BEGUN.match(text):
+            return None, 0
+        if text[1] == "\x1b":            # Alt with a key that is a sequence itself
+            if text[2] not in "[O":
+                return Key("esc"), 1
+            key, used = self._next(text[1:])
+            return key and Key("alt+" + key.name), used and used + 1
+        if text.startswith("\x1b[["):    # F1 to F5 of the Linux console
+            return Key("f" + str("ABCDE".find(text[3]) + 1)), 4
+        found = _CSI.match(text)
+        if found:
+            return self._sequence(*found.groups()), found.end()
+        if text[1] == "O":
+            name = _CSI_LETTERS.get(text[2])
+            return name and Key(name), 3
+        if text[1] == "[":
+            return None, 2               # broken: drop it
+        return _char_key(text[1], "alt+"), 2
+
+    def _sequence(self, mark: str, numbers: str, final: str) -> Optional[Key]:
+        parts = numbers.split(";")
+        first = int(parts[0].split(":")[0] or 0)
+        if mark == "<" and final == "M":
+            wheel = {64: "wheelup", 65: "wheeldown"}.get(first)
+            return wheel and Key(wheel)
+        if mark:
+            return None                  # an answer to a question we never ask
+        held = _held_keys(parts[1]) if len(parts) > 1 else ""
+        if final == "~" and first == 27 and len(parts) == 3:
+            return self._code(parts[2], held)
+        if final == "u":
+            return self._code(parts[0], held)
+        name = _CSI_NUMBERS.get(first) if final == "~" else _CSI_LETTERS.get(final)
+        return name and Key(held + name)
+
+    @staticmethod
+    def _code(number: str, held: str) -> Optional[Key]:
+        code = int(number.split(":")[0] or 0)
+        if not 0 < code < 0x110000 or 0xD800 <= code < 0xF900:
+            return None                  # keys without a character, of kitty
+        return _char_key(chr(code), held)
+
+
+# ---- how wide is a text? -----------------------------------------------------------
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e"
+                     "\u2066-\u2069\ud800-\udfff]")
+
+
+def clean_text(text: str) -> str:
+    "Without what could steer the terminal or turn the direction of writing."
+    return _UNSAFE.sub("", text.replace("\r\n", "\n").replace("\t", "    "))
+
+
+@functools.lru_cache(4096)
+def _char_width(char: str) -> int:
+    "Columns of one character: 0 for combining ones, 2 for East Asian wide ones."
+    if unicodedata.category(char) in ("Mn", "Me", "Cf", "Cc") \
+            or "\u1160" <= char <= "\u11ff":
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def clusters(text: str) -> list:
+    "[(what stands in one cell or two, its width)]: marks and joiners stay together."
+    if text.isascii():
+        return [(char, 1) for char in text]
+    out: list = []
+    joined = False
+    for char in text:
+        width = _char_width(char)
+        tone = "\U0001f3fb" <= char <= "\U0001f3ff"
+        if out and (width == 0 or joined or tone and out[-1][1] == 2):
+            out[-1] = (out[-1][0] + char, out[-1][1])
+        elif width or char != "\u200d":
+            out.append((char, width))
+        joined = char == "\u200d"
+    return out
+
+
+def text_width(text: str) -> int:
+    return len(text) if text.isascii() else sum(w for _, w in clusters(text))
+
+
+def text_cut(text: str, width: int, mark: str = "…") -> str:
+    "The text in at most `width` columns; `mark` says that something is missing."
+    if text_width(text) <= width:
+        return text
+    room, out = width - len(mark), []
+    for cluster, w in clusters(text):
+        room -= w
+        if room < 0:
+            break
+        out.append(cluster)
+    return "".join(out) + (mark if width >= len(mark) else "")
+
+
+@functools.lru_cache(8192)
+def _wrap_line(text: str, width: int, words: bool) -> tuple:
+    "One line of text in lines of at most `width` columns."
+    if text_width(text) <= width:
+        return (text,)
+    out, line, used, gap = [], [], 0, -1
+    for cluster, w in clusters(text):
+        if used + w > width and cluster == " " and words:
+            gap = len(line)              # the blank falls off the edge
+            continue
+        while line and used + w > width:
+            if words and gap > 0:
+                out.append("".join(line[:gap]).rstrip(" "))
+                line = line[gap:]
+                while line and line[0] == " ":
+                    line.pop(0)
+            else:
+                out.append("".join(line))
+                line = []
+            used, gap = text_width("".join(line)), -1
+        line.append(cluster)
+        used += w
+        if cluster == " ":
+            gap = len(line)
+    return tuple(out + ["".join(line)])
+
+
+def text_wrap(text: str, width: int, words: bool = True) -> list:
+    "Lines of at most `width` columns (2 or more); long words are broken."
+    return [part for line in text.split("\n")
+            for part in _wrap_line(line, max(2, width), words)]
+
+
+# ---- styled lines -----------------------------------------------------------------
+# Style -> (what it adds without colours, the colour): the basic 16 only, so that the
+# terminal's own palette decides how they look.
+_STYLES = {"": ("", ""), "bold": ("1", ""), "dim": ("2", ""), "select": ("7", ""),
+           "accent": ("", "36"), "good": ("", "32"), "warn": ("", "33"),
+           "bad": ("1", "31"), "name": ("1", "36"), "diff": ("4", "33"),
+           "code": ("", "36"), "cursor": ("", ""), "key": ("1", "")}
+
+
+def line_text(line: Line) -> str:
+    return "".join(text for _, text in line).rstrip()
+
+
+def line_width(line: Line) -> int:
+    return sum(text_width(text) for _, text in line)
+
+
+def _line_cut(line: Line, width: int, mark: str = "…") -> Line:
+    if line_width(line) <= width:
+        return line
+    out: Line = []
+    for style, text in line:
+        w = text_width(text)
+        if w > width:
+            out.append((style, text_cut(text, width, mark)))
+            break
+        out.append((style, text))
+        width -= w
+    return out
+
+
+def line_pad(line: Line, width: int) -> Line:
+    "Exactly `width` columns."
+    line = _line_cut(line, width)
+    return line + [("", " " * (width - line_width(line)))]
+
+
+def line_sides(left: Line, right: Line, width: int) -> Line:
+    "Left and right in one line; the right one yields when there is no room."
+    room = width - line_width(left) - line_width(right)
+    if room < 1 or not line_text(right):
+        return _line_cut(left, width)
+    return left + [("", " " * room)] + right
+
+
+def line_columns(left: Sequence[Line], right: Sequence[Line], width: int) -> list:
+    "Two blocks side by side, `width` columns in all."
+    half = (width - 3) // 2
+    return [line_pad(a, half) + [("dim", " │ ")] + _line_cut(b, half)
+            for a, b in itertools.zip_longest(left, right, fillvalue=[])]
+
+
+def bar(share: float, width: int) -> str:
+    "A share of 1 as a bar: 0.5 -> '▰▰▱▱'; never full or empty unless it is."
+    share = min(1.0, max(0.0, share))
+    full = round(share * width)
+    full = min(max(full, 1 if share > 0 else 0), width if share >= 1 else width - 1)
+    return "▰" * full + "▱" * (width - full)
+
+
+def style_depth(env: dict, tty: bool) -> int:
+    "0: plain text, where no terminal or a dumb one is; 1: with NO_COLOR; 2: colours."
+    if not tty or env.get("TERM") == "dumb":
+        return 0
+    return 1 if env.get("NO_COLOR") else 2
+
+
+_ASCII = {ord(a): b for a, b in zip("│─▰▱…·↑↓←→•ᴥ♻›├└●○×≠", "|-#.~.^v<>*w@>|`*oxx")}
+
+
+def line_paint(line: Line, depth: int, unicode: bool = True) -> str:
+    "The line with its styles as escape sequences, as `style_depth` says."
+    out = []
+    for style, text in line:
+        code = ";".join(filter(None, _STYLES[style][:depth]))
+        out.append(f"\x1b[{code}m{text}\x1b[0m" if code and text else text)
+    text = "".join(out)
+    return text if unicode else text.translate(_ASCII).encode(
+        "ascii", "replace").decode()
+
+
+class Painter:
+    "Turns frames into what to write: only lines that changed, in one update."
+
+    def __init__(self, depth: int = 2, unicode: bool = True):
+        self.depth, self.unicode = depth, unicode
+        self._last: Optional[list] = None
+        self._size = (0, 0)
+
+    def forget(self) -> None:
+        "The screen may show anything: paint all."
+        self._last = None
+
+    def paint(self, lines: Sequence[Line], width: int, height: int) -> str:
+        out, cursor = [], ""
+        if self._last is None or self._size != (width, height):
+            out.append("\x1b[0m\x1b[2J")
+            self._last, self._size = [""] * height, (width, height)
+        for row in range(height):
+            # The last column of the last row would scroll some terminals.
+            room = width - (row == height - 1)
+            line = lines[row] if row < len(lines) else []
+            over = text_width(line_text(line)) > room
+            line = _line_cut(line, room, "…" if over else "")
+            at = next((i for i, s in enumerate(line) if s[0] == "cursor"), None)
+            if at is not None:
+                cursor = f"\x1b[{row + 1};{line_width(line[:at]) + 1}H\x1b[?25h"
+            text = line_paint(line, self.depth, self.unicode)
+            if text != self._last[row]:
+                end = "" if line_width(line) == width else "\x1b[K"
+                out.append(f"\x1b[{row + 1};1H{text}{end}")
+                self._last[row] = text
+        shown = "\x1b[?25l" + "".join(out) + cursor
+        return f"\x1b[?2026h{shown}\x1b[?2026l"
+
+
+def fit_lines(lines: Sequence[Line], height: int) -> list:
+    "Exactly `height` lines."
+    return (list(lines) + [[]] * height)[:height]
+
+
+def help_lines(rows: Sequence[tuple], width: int) -> list:
+    "A list of keys as a page."
+    out: list = [[], [("name", "  Keys")], []]
+    for keys, text in rows:
+        if width < 50:
+            out += [[("key", "  " + text_cut(keys, width - 2))],
+                    *([("", "    " + row)] for row in text_wrap(text, width - 4))]
+            continue
+        for i, row in enumerate(text_wrap(text, width - 24)):
+            out.append([("key", f"  {keys:20}" if i == 0 else " " * 22), ("", row)])
+    return out + [[], [("dim", "  any key goes back")]]
+
+
+# ---- a field to type in ------------------------------------------------------------
+_WORD_END = re.compile(r"\s*\S+\s*\Z")
+_WORD_START = re.compile(r"\s*\S+")
+
+
+class Editor(NamedTuple):
+    "Text of several lines and a place in it; every key gives a new one."
+    text: str = ""
+    at: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> "Editor":
+        return cls(text, len(text))
+
+    def typed(self, text: str) -> "Editor":
+        return Editor(self.text[:self.at] + text + self.text[self.at:],
+                      self.at + len(text))
+
+    def _cut(self, start: int, end: int) -> "Editor":
+        return Editor(self.text[:start] + self.text[end:], start)
+
+    def _line(self) -> tuple:
+        "(start, end) of the line the place is in."
+        end = self.text.find("\n", self.at)
+        return self.text.rfind("\n", 0, self.at) + 1, len(self.text) if end < 0 else end
+
+    def _step(self, forward: bool) -> int:
+        "The place one character on or back; marks stay with their letter."
+        if forward:
+            rest = clusters(self.text[self.at:self.at + 40])
+            return self.at + (len(rest[0][0]) if rest else 0)
+        start = max(0, self.at - 40)
+        rest = clusters(self.text[start:self.at])
+        return self.at - (len(rest[-1][0]) if rest else 0)
+
+    def _line_away(self, by: int) -> int:
+        "The same column one line up (-1) or down (1); -1 when there is no such line."
+        start, end = self._line()
+        if by < 0:
+            if start == 0:
+                return -1
+            other, last = self.text.rfind("\n", 0, start - 1) + 1, start - 1
+        else:
+            if end == len(self.text):
+                return -1
+            other, last = end + 1, self.text.find("\n", end + 1)
+            last = len(self.text) if last < 0 else last
+        return min(other + self.at - start, last)
+
+    def key(self, key: Key) -> Optional["Editor"]:
+        "The field after a key; None when the key means nothing here."
+        start, end = self._line()
+        name, at = key.name, self.at
+        if key.text:
+            text = key.text.replace("\r\n", "\n").replace("\r", "\n")
+            return self.typed(clean_text(text))
+        if name in ("alt+enter", "shift+enter", "ctrl+j"):
+            return self.typed("\n")
+        back = _WORD_END.search(self.text[:at])
+        on = _WORD_START.match(self.text, at)
+        word_back = back.start() + (len(back.group()) - len(back.group().lstrip())) \
+            if back else 0
+        word_on = on.end() if on else len(self.text)
+        goes = {"left": self._step(False), "right": self._step(True), "home": start,
+                  "ctrl+a": start, "end": end, "ctrl+e": end, "up": self._line_away(-1),
+                  "down": self._line_away(1), "ctrl+left": word_back,
+                  "alt+b": word_back, "ctrl+right": word_on, "alt+f": word_on}
+        cuts = {"backspace": (self._step(False), at), "delete": (at, self._step(True)),
+                "ctrl+d": (at, self._step(True)), "ctrl+w": (word_back, at),
+                "alt+backspace": (word_back, at), "ctrl+u": (start, at),
+                "ctrl+k": (at, end)}
+        if name in goes:
+            return Editor(self.text, goes[name]) if goes[name] >= 0 else None
+        return self._cut(*cuts[name]) if name in cuts else None
+
+    def lines(self, width: int, most: int, hide: bool = False) -> list:
+        "The field as at most `most` lines around the place; its cursor is a span."
+        text = "•" * len(self.text) if hide else self.text
+        before, after = text[:self.at] + "\0", text[self.at:]
+        rows = text_wrap(before + after, max(2, width - 1), words=False)
+        here = next(i for i, row in enumerate(rows) if "\0" in row)
+        head, _, tail = rows[here].partition("\0")
+        under = clusters(tail)[0][0] if tail else " "
+        spans: list = [[("", row)] for row in rows]
+        spans[here] = [("", head), ("cursor", under), ("", tail[len(under):])]
+        first = min(max(0, here - most + 1), max(0, len(rows) - most))
+        return spans[first:first + most]
+
+
+# ---- the loop ---------------------------------------------------------------------
+class App(NamedTuple):
+    """A screen: three pure functions' worth of it, and one that touches the world.
+
+    `step(state, event)` gives (state, effects); an event is a Key, ("size", columns,
+    rows), ("tick", now) or what `act` posts.  The loop itself knows the effects
+    ("quit", code), ("show", text): plainly on the normal screen, and ("run", function,
+    wait): leave the screen for it, then come back with the event that it returns; all
+    others go to `act(effect, post)`.  `post` may be called from any thread.
+    """
+    frame: Callable              # (state, columns, rows) -> lines
+    step: Callable
+    act: Callable
+    tick_s: float = 0.5
+    wheel: bool = False
+
+
+_FRAME_S, _ESC_S = 0.033, 0.04
+_SIGNALS = {"TERM": 143, "HUP": 129}
+
+
+class _Loop:
+    "One screen being run; the terminal is as before however it ends."
+
+    def __init__(self, app: App, state: Any, edges: Edges):
+        self.app, self.state, self.edges = app, state, edges
+        env = edges.proc.environment()
+        self.inbox: queue.Queue = queue.Queue()
+        self.painter = Painter(style_depth(env, True), edges.term.speaks_unicode())
+        plain = env.get("TERM", "") in ("linux", "dumb", "vt100", "vt220", "ansi")
+        self.on = _ENTER_SCREEN + ("" if plain else _MORE_KEYS) + (
+            _WHEEL_ON if app.wheel else "")
+        self.off = (_WHEEL_OFF if app.wheel else "") + (
+            "" if plain else _PLAIN_KEYS) + _LEAVE_SCREEN
+        self.code: Optional[int] = None
+        self.drawn: Any = None
+        self.drawn_at = self.ticked_at = 0.0
+        self.size = (0, 0)
+        self.console: Any = None
+        self.keys = KeyReader()
+
+    def run(self) -> tuple:
+        try:
+            self.open()
+            while self.code is None:
+                self.turn()
+        except KeyboardInterrupt:
+            self.code = 130
+        except (TokiError, SystemExit):
+            raise
+        except Exception as error:
+            raise TokiError(
+                f"the screen failed: {type(error).__name__}: {error}",
+                "nothing else is harmed; TOKI_DEBUG=1 shows where it was") from error
+        finally:
+            self.close()
+        return self.code, self.state
+
+    def open(self) -> None:
+        self.console = self.edges.term.console()
+        self.console.write(self.on)
+        self.painter.forget()
+        self.drawn = None
+
+    def close(self) -> None:
+        console, self.console = self.console, None
+        if console is not None:
+            try:
+                console.write(self.off)
+            finally:
+                console.close()
+
+    def post(self, event: Any) -> None:
+        "From any thread."
+        self.inbox.put(event)
+        console = self.console
+        if console is not None:
+            console.wake()
+
+    def turn(self) -> None:
+        "Draw, wait for something, apply it."
+        self.draw()
+        now = self.edges.clock.now()
+        wait = max(0.0, self.ticked_at + self.app.tick_s - now)
+        typed = self.keys.feed(self.console.read(wait if self.inbox.empty() else 0))
+        while self.keys.waiting:
+            more = self.console.read(_ESC_S)
+            typed += self.keys.feed(more) if more else self.keys.flush()
+        self.signals()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.apply(self.inbox.get_nowait())
+        for key in typed:
+            if key.name == "ctrl+z":
+                self.pause()
+            else:
+                self.apply(key)
+        if self.edges.clock.now() >= self.ticked_at + self.app.tick_s:
+            self.ticked_at = self.edges.clock.now()
+            self.apply(("tick", self.ticked_at))
+
+    def signals(self) -> None:
+        console = self.console
+        if console.ended == "INT":
+            self.apply(Key("ctrl+c"))
+            console.ended = ""
+        elif console.ended:
+            self.code = _SIGNALS.get(console.ended, 1)
+        if console.paused:
+            self.pause()
+        if console.changed:
+            console.changed = False
+            console.raw()                # the shell may have set its own mode
+            self.painter.forget()
+            self.drawn = None
+
+    def pause(self) -> None:
+        "Ctrl+Z: the shell gets its terminal until it says `fg`."
+        self.console.write(self.off)
+        self.console.cooked()
+        self.console.stop()
+        self.console.raw()
+        self.console.write(self.on)
+        self.painter.forget()
+        self.drawn = None
+
+    def draw(self) -> None:
+        size = self.console.size()
+        if size != self.size:
+            self.size, self.drawn = size, None
+            self.apply(("size", *size))
+        if self.state is self.drawn or self.code is not None:
+            return
+        early = self.drawn_at + _FRAME_S - self.edges.clock.now()
+        if early > 0:
+            self.edges.clock.sleep(early)    # a stream is no reason to paint more often
+        lines = fit_lines(self.app.frame(self.state, *size), size[1])
+        self.console.write(self.painter.paint(lines, *size))
+        self.drawn, self.drawn_at = self.state, self.edges.clock.now()
+
+    def apply(self, event: Any) -> None:
+        if self.code is not None:
+            return
+        self.state, effects = self.app.step(self.state, event)
+        for effect in effects:
+            if effect[0] == "quit":
+                self.code = effect[1]
+            elif effect[0] == "show":
+                self.away(lambda text=effect[1]: self.edges.term.out(text), True)
+            elif effect[0] == "run":
+                self.away(*effect[1:])
+            else:
+                self.app.act(effect, self.post)
+
+    def away(self, function: Callable, wait: bool) -> None:
+        "Something that needs the normal screen; its trouble becomes an event."
+        self.close()
+        event = None
+        try:
+            event = function()
+        except TokiError as error:
+            event = ("trouble", error.message, error.hint)
+            self.edges.term.err(f"toki: {error.message}\n  try: {error.hint}")
+        except KeyboardInterrupt:
+            event = ("trouble", "interrupted", "")
+        with contextlib.suppress(KeyboardInterrupt):
+            if wait:
+                self.edges.term.wait("\n[Enter: back to toki] ")
+        self.open()
+        if event is not None:
+            self.post(event)
+
+
+def run_screen(app: App, state: Any, edges: Edges) -> tuple:
+    """Run a screen until it quits: (exit code, last state).
+
+    Raises TokiError for an exception in `frame` or `step`, the terminal restored.
+    """
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())    # or warnings land in the picture
+    return _Loop(app, state, edges).run()
+
+
+# ============================================================================
+# 0. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+#    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
+#    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
+#    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
+# ============================================================================
+MODES = ("raw", "cached", "compare")
+_HISTORY_KEPT = 200
+
+
+class CacheLine(NamedTuple):
+    "What one reply cost, from its `cache` object; `total_ms` is measured here."
+    mode: str
+    prompt: int
+    reused: int
+    computed: int
+    ttft_ms: Optional[float]
+    total_ms: float
+    source: str
+    why: str = ""
+
+
+def read_cache(cache: dict, total_ms: float) -> CacheLine:
+    "The `cache` object of a reply, and how long the whole turn took."
+    return CacheLine(cache.get("mode", "cached"), cache.get("prompt_tokens") or 0,
+                     cache.get("reused_tokens") or 0, cache.get("computed_tokens") or 0,
+                     cache.get("ttft_ms"), total_ms, cache.get("source", "none"),
+                     cache.get("why", ""))
+
+
+def cache_text(c: CacheLine) -> str:
+    "The cache line of a reply, for people."
+    source = "" if c.source == "none" else f" · from {c.source}"
+    return (f"{c.mode} · {fmt_n(c.prompt)} tokens in · {fmt_n(c.reused)} reused · "
+            f"{fmt_n(c.computed)} computed · first token {fmt_ms(c.ttft_ms)} · "
+            f"turn {fmt_ms(c.total_ms)}{source}")
+
+
+class Reply(NamedTuple):
+    mode: str
+    text: str = ""
+    thoughts: str = ""
+    state: str = "waiting"       # prefill, streaming, done, stopped, failed
+    done: int = 0                # prompt tokens ready, of `total`
+    total: int = 0
+    cost: Optional[CacheLine] = None
+    trouble: str = ""
+
+
+class ChatTurn(NamedTuple):
+    prompt: str
+    replies: tuple               # one, or (raw, cached) to be compared
+
+    def reply(self) -> Reply:
+        "The one that the conversation goes on with."
+        return self.replies[-1]
+
+
+class Chat(NamedTuple):
+    "Everything the chat shows; `top` is the first line shown, None: the end."
+    mode: str = "cached"
+    turns: tuple = ()
+    field: Editor = Editor()
+    system: str = ""
+    typing: str = "prompt"       # | "system"
+    draft: str = ""              # the prompt while the system text is edited
+    top: Optional[int] = None
+    busy: bool = False
+    seq: int = 0                 # of the ask that runs; events of earlier ones are late
+    began: float = 0.0
+    now: float = 0.0
+    model: str = ""
+    n_ctx: int = 0
+    trouble: str = ""
+    note: str = ""
+    help: bool = False
+    past: tuple = ()             # prompts sent, oldest first
+    recall: int = 0              # how far back Up has gone
+    width: int = 80
+    height: int = 24
+
+
+# ---- how two replies differ --------------------------------------------------------
+class Difference(NamedTuple):
+    kind: str                    # one of DIVERGENCES
+    at_char: int                 # first difference, -1: none
+    at_word: int                 # counted from 1; 0: none
+
+
+@functools.lru_cache(64)
+def word_diff(a: str, b: str) -> tuple:
+    "Both texts as tuples of (differs?, piece) by words and blanks."
+    left, right = re.findall(r"\s+|\S+", a), re.findall(r"\s+|\S+", b)
+    if max(len(left), len(right)) > 6000:    # alike at both ends is all that is shown
+        same = next((i for i, (x, y) in enumerate(zip(left, right)) if x != y),
+                    min(len(left), len(right)))
+        codes: list = [("equal", 0, same, 0, same),
+                       ("replace", same, len(left), same, len(right))]
+    else:
+        codes = difflib.SequenceMatcher(None, left, right, False).get_opcodes()
+    sides: tuple = ([], [])
+    for tag, i, j, k, m in codes:
+        for side, words in zip(sides, (left[i:j], right[k:m])):
+            if words:
+                side.append((tag != "equal", "".join(words)))
+    return tuple(sides[0]), tuple(sides[1])
+
+
+@functools.lru_cache(64)
+def compare_replies(a: str, b: str) -> Difference:
+    "Class of divergence and where two texts part."
+    if a == b:
+        return Difference("identical", -1, 0)
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return Difference(divergence(a, b), at, len(a[:at].split()) + (
+        0 if at and not a[at - 1:at].isspace() else 1))
+
+
+def _difference_text(d: Difference) -> str:
+    where = f", first difference at word {d.at_word}" if d.at_char >= 0 else ""
+    return d.kind + where
+
+
+# ---- the frame --------------------------------------------------------------------
+def _styled_wrap(pieces: Sequence[tuple], width: int) -> list:
+    "Pieces of (style, text) wrapped together; styles survive the line breaks."
+    text = "".join(piece for _, piece in pieces)
+    styles = [style for style, piece in pieces for _ in piece]
+    at, out = 0, []
+    for row in text_wrap(text, width):
+        at = text.index(row, at) if row else at
+        line: Line = []
+        for style, run in itertools.groupby(range(at, at + len(row)),
+                                            styles.__getitem__):
+            line.append((style, "".join(text[i] for i in run)))
+        at += len(row)
+        out.append(line)
+    return out
+
+
+@functools.lru_cache(512)
+def _body(text: str, width: int) -> tuple:
+    "A reply as lines: code between fences is not wrapped by words, headings are bold."
+    out: list = []
+    code = False
+    for line in text.strip("\n").split("\n"):
+        fence = line.lstrip().startswith("```")
+        code = code != fence
+        style = "dim" if fence else "code" if code else \
+            "bold" if re.match(r"#{1,4} ", line) else ""
+        out += [[(style, row)] for row in text_wrap(line, width, words=not code)]
+    return tuple(out)
+
+
+def _cost_lines(reply: Reply, width: int) -> list:
+    c = reply.cost
+    if c is None:
+        return []
+    share = c.reused / c.prompt if c.prompt else 0.0
+    lines = [[("dim", row)] for row in text_wrap(cache_text(c), width)]
+    if width >= 40:
+        lines.insert(0, [("good" if c.reused else "dim", bar(share, 16)),
+                         ("dim", f" {share:.0%} of the prompt reused"
+                          if c.reused else " nothing reused")])
+    return lines
+
+
+def _state_line(reply: Reply, seconds: float, width: int) -> list:
+    "What a reply that is not complete waits for, or why it is not."
+    if reply.state == "failed":
+        return [[("bad", row)] for row in text_wrap(reply.trouble, width)]
+    if reply.state == "stopped":
+        return [[("warn", "stopped")]]
+    if reply.state == "prefill" and reply.total:
+        return [[("accent", bar(reply.done / reply.total, 16)), ("dim", text_cut(
+            f" {fmt_n(reply.done)} of {fmt_n(reply.total)} tokens read",
+            max(0, width - 16)))]]
+    if reply.state in ("waiting", "prefill"):
+        return [[("dim", text_cut(f"waiting, {fmt_age(seconds)}", width))]]
+    return []
+
+
+def _reply_lines(reply: Reply, width: int, seconds: float,
+                 pieces: Optional[tuple] = None) -> list:
+    out: list = []
+    if reply.thoughts and not reply.text:
+        out += [[("dim", row)] for row in text_wrap(reply.thoughts.strip(), width)[-6:]]
+    elif reply.thoughts:
+        out.append([("dim", text_cut(f"thought for {len(reply.thoughts.split())} words",
+                                width))])
+    if pieces is not None:
+        out += _styled_wrap([("diff" if d else "", t) for d, t in pieces], width)
+    elif reply.text:
+        out += _body(reply.text, width)
+    return out + _state_line(reply, seconds, width) + _cost_lines(reply, width)
+
+
+@functools.lru_cache(256)
+def _turn_lines(turn: ChatTurn, width: int, seconds: float) -> tuple:
+    "One turn as lines; a finished one is made once for each width."
+    room = max(2, width - 7)
+    out: list = [[("name", "  you  " if i == 0 else " " * 7), ("bold", row)]
+                 for i, row in enumerate(text_wrap(turn.prompt, room))] + [[]]
+    if len(turn.replies) == 1:
+        rows = _reply_lines(turn.reply(), room, seconds) or [[]]
+        out += [[("accent", " toki  " if i == 0 else " " * 7)] + row
+                for i, row in enumerate(rows)]
+        return tuple(out + [[]])
+    raw, cached = turn.replies
+    both = raw.state == cached.state == "done"
+    diff = word_diff(raw.text, cached.text) if both else (None, None)
+    half = (width - 5) // 2 if width >= 64 else width - 2
+    blocks = [[[("accent", r.mode)]] + _reply_lines(r, half, seconds, pieces)
+              for r, pieces in zip(turn.replies, diff)]
+    rows = line_columns(*blocks, width - 2) if width >= 64 else \
+        blocks[0] + [[]] + blocks[1]
+    out += [[("", "  ")] + row for row in rows]
+    if both:
+        d = compare_replies(raw.text, cached.text)
+        style = "bad" if d.kind == "substantive" else "good"
+        out += [[], [("", "  "), (style, text_cut(_difference_text(d), width - 2))]]
+    return tuple(out + [[]])
+
+
+def _waited(chat: Chat) -> float:
+    return max(0.0, chat.now - chat.began) if chat.busy else 0.0
+
+
+def _transcript(chat: Chat, width: int) -> list:
+    out: list = []
+    for i, turn in enumerate(chat.turns):
+        running = chat.busy and i == len(chat.turns) - 1
+        out += _turn_lines(turn, width, int(_waited(chat)) if running else 0)
+    return out
+
+
+def _field_lines(chat: Chat, width: int, height: int) -> list:
+    lead = " › " if chat.typing == "prompt" else " system › "
+    most = max(1, min(6, height // 3, height - 5))
+    lines = chat.field.lines(width - len(lead) - 1, most)
+    return [[("name", lead if i == 0 else " " * len(lead))] + line
+            for i, line in enumerate(lines)]
+
+
+def _room(chat: Chat, width: int, height: int) -> int:
+    "Rows for the conversation."
+    return max(1, height - 4 - len(_field_lines(chat, width, height)))
+
+
+def _chat_head(chat: Chat, width: int) -> Line:
+    tabs: Line = []
+    for i, mode in enumerate(MODES):
+        tabs += [("select" if mode == chat.mode else "dim", f" {mode} "), ("", " ")]
+    name = chat.model or "no model"
+    room = f" · {fmt_n(chat.n_ctx)} tokens" if chat.n_ctx else ""
+    left = [("name", " toki "), ("", text_cut(name, max(8, width - 46)))]
+    wide = left + [("dim", room)]
+    return line_sides(wide if line_width(wide) + 24 < width else left, tabs, width)
+
+
+def _chat_foot(chat: Chat, width: int) -> Line:
+    if chat.trouble or chat.note:
+        return [("", " "), ("bad" if chat.trouble else "good",
+                            text_cut(chat.trouble or chat.note, width - 2))]
+    keys = "Enter keep · Esc back" if chat.typing == "system" else \
+        "Esc stop" if chat.busy else \
+        "Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9 help"
+    more = "" if chat.top is None else "PgDn: more "
+    room = width - 2 - len(more)
+    return line_sides([("dim", " " + text_cut(keys, room))], [("accent", more)], width)
+
+
+_CHAT_KEYS = (
+    ("Enter", "send"), ("Alt+Enter, Ctrl+J", "a new line"),
+    ("F1 F2 F3", "raw, cached, compare; also Alt+1 to 3, and Ctrl+1 to 3 where the "
+     "terminal tells them"),
+    ("Esc, Ctrl+C", "stop the reply"), ("F6, Ctrl+R", "ask the last prompt again"),
+    ("F5, Ctrl+T", "edit the system prompt"),
+    ("F4, Ctrl+Y", "the last reply as plain text, to be copied"),
+    ("Up, Down", "earlier prompts"), ("PgUp, PgDn", "scroll; Ctrl+Home, Ctrl+End"),
+    ("F8, Ctrl+N", "a new conversation"), ("F9", "this help"),
+    ("Ctrl+Q, Ctrl+C", "leave"))
+
+
+def chat_frame(chat: Chat, width: int, height: int) -> list:
+    "The whole screen as lines; no more than `height`, none wider than `width`."
+    if chat.help:
+        return help_lines(_CHAT_KEYS, width)[:height]
+    if height < 6 or width < 20:
+        return (_transcript(chat, max(12, width))[-max(0, height - 1):]
+                + _field_lines(chat, max(12, width), 3))[-height:]
+    room = _room(chat, width, height)
+    lines = _transcript(chat, width)
+    if not lines:
+        text = "  Ask something.  F3 asks twice, raw and cached, and shows both."
+        lines = [[], [("dim", text_cut(text, width))]]
+    last = max(0, len(lines) - room)
+    top = last if chat.top is None else min(chat.top, last)
+    rule = [("dim", "─" * width)]
+    return [_chat_head(chat, width), rule, *fit_lines(lines[top:], room), rule,
+            *_field_lines(chat, width, height), _chat_foot(chat, width)]
+
+
+# ---- the step ----------------------------------------------------------------------
+def _chat_messages(chat: Chat, turns: Sequence[ChatTurn]) -> list:
+    out = [{"role": "system", "content": chat.system}] if chat.system else []
+    for turn in turns:
+        if turn.reply().text:
+            out += [{"role": "user", "content": turn.prompt},
+                    {"role": "assistant", "content": turn.reply().text}]
+    return out
+
+
+def _send(chat: Chat, prompt: str, turns: tuple) -> tuple:
+    "Ask `prompt` behind `turns`."
+    modes = ("raw", "cached") if chat.mode == "compare" else (chat.mode,)
+    turn = ChatTurn(prompt, tuple(Reply(mode) for mode in modes))
+    messages = _chat_messages(chat, turns) + [{"role": "user", "content": prompt}]
+    past = chat.past if chat.past[-1:] == (prompt,) else (*chat.past, prompt)
+    past = past[-_HISTORY_KEPT:]
+    chat = chat._replace(turns=(*turns, turn), field=Editor(), top=None, busy=True,
+                         seq=chat.seq + 1, began=chat.now, past=past, recall=0,
+                         trouble="", note="")
+    return chat, [("ask", chat.seq, modes, messages), ("remember", past)]
+
+
+def _change_reply(chat: Chat, index: int, **changes: Any) -> Chat:
+    turn = chat.turns[-1]
+    replies = list(turn.replies)
+    replies[index] = replies[index]._replace(**changes)
+    return chat._replace(turns=(*chat.turns[:-1], turn._replace(
+        replies=tuple(replies))))
+
+
+def _ended(chat: Chat) -> Chat:
+    "Nothing more comes; what is not complete stays so."
+    for i, reply in enumerate(chat.turns[-1].replies):
+        if reply.state not in ("done", "failed"):
+            chat = _change_reply(chat, i, state="stopped")
+    return chat._replace(busy=False, seq=chat.seq + 1)
+
+
+def _scroll(chat: Chat, by: int) -> Chat:
+    room = _room(chat, chat.width, chat.height)
+    last = max(0, len(_transcript(chat, chat.width)) - room)
+    top = (last if chat.top is None else min(chat.top, last)) + by
+    return chat._replace(top=None if top >= last else max(0, top))
+
+
+def _recall(chat: Chat, by: int) -> Chat:
+    "Earlier prompts by Up, later ones by Down."
+    at = min(max(0, chat.recall + by), len(chat.past))
+    if at == chat.recall:
+        return chat
+    draft = chat.field.text if chat.recall == 0 else chat.draft
+    text = chat.past[-at] if at else draft
+    return chat._replace(recall=at, field=Editor.of(text), draft=draft)
+
+
+_MODE_KEYS = {f"{held}{i + 1}": mode for i, mode in enumerate(MODES)
+              for held in ("f", "alt+", "ctrl+")}
+
+
+def _system_key(chat: Chat, key: Key) -> tuple:
+    "While the system prompt is edited."
+    if key.name in ("enter", "esc", "f5", "ctrl+t", "ctrl+c"):
+        keep = key.name != "esc" and key.name != "ctrl+c"
+        return chat._replace(
+            typing="prompt", field=Editor.of(chat.draft), draft="",
+            system=chat.field.text.strip() if keep else chat.system,
+            note="system prompt kept" if keep else ""), []
+    return chat._replace(field=chat.field.key(key) or chat.field), []
+
+
+def _prompt_key(chat: Chat, key: Key) -> tuple:
+    name = key.name
+    if name == "enter":
+        prompt = chat.field.text.strip("\n")
+        if chat.busy or not prompt.strip():
+            return chat, []
+        return _send(chat, prompt, chat.turns)
+    if name in ("f6", "ctrl+r") and chat.turns and not chat.busy:
+        return _send(chat, chat.turns[-1].prompt, chat.turns[:-1])
+    if name in ("esc", "ctrl+c") and chat.busy:
+        return _ended(chat), [("stop",)]
+    if name in ("ctrl+c", "ctrl+q"):
+        return chat, [*([("stop",)] if chat.busy else []),
+                      ("quit", 130 if name == "ctrl+c" else 0)]
+    if name in ("f4", "ctrl+y") and chat.turns:
+        return chat, [("show", chat.turns[-1].reply().text)]
+    if name in ("f8", "ctrl+n") and not chat.busy:
+        return chat._replace(turns=(), top=None, note="a new conversation"), [("new",)]
+    if name in ("f5", "ctrl+t"):
+        return chat._replace(typing="system", draft=chat.field.text, recall=0,
+                             field=Editor.of(chat.system)), []
+    if name == "f9":
+        return chat._replace(help=True), []
+    if name in _MODE_KEYS and not chat.busy:
+        return chat._replace(mode=_MODE_KEYS[name]), []
+    page = _room(chat, chat.width, chat.height) - 1
+    moves = {"pageup": -page, "pagedown": page, "wheelup": -3, "wheeldown": 3,
+             "ctrl+home": -10 ** 9, "ctrl+end": 10 ** 9, "shift+up": -1,
+             "shift+down": 1}
+    if name in moves:
+        return _scroll(chat, moves[name]), []
+    field = chat.field.key(key)
+    if field is None:
+        return _recall(chat, {"up": 1, "down": -1}.get(name, 0)), []
+    return chat._replace(field=field), []
+
+
+def _reply_event(chat: Chat, event: tuple) -> Chat:
+    "What the ask that runs tells: (name, seq, index, ...)."
+    name, seq, index = event[:3]
+    if seq != chat.seq:
+        return chat
+    reply = chat.turns[-1].replies[index]
+    if name == "text":
+        return _change_reply(chat, index, text=reply.text + event[3], state="streaming")
+    if name == "thought":
+        return _change_reply(chat, index, thoughts=reply.thoughts + event[3],
+                             state="streaming")
+    if name == "read":
+        return _change_reply(chat, index, state="prefill", done=event[3],
+                             total=event[4])
+    if name == "done":
+        return _change_reply(chat, index, state="done", cost=event[3])
+    return _change_reply(chat, index, state="failed", trouble=event[3])
+
+
+def chat_step(chat: Chat, event: Any) -> tuple:
+    "(the chat after a key or event, what is to be done in the world)."
+    if isinstance(event, Key):
+        if chat.help:
+            return chat._replace(help=False), []
+        chat = chat._replace(note="", trouble="")
+        if event.name == "wheelup" or event.name == "wheeldown":
+            return _prompt_key(chat, event)
+        return (_system_key if chat.typing == "system" else _prompt_key)(chat, event)
+    name = event[0]
+    if name == "size":
+        return chat._replace(width=event[1], height=event[2]), []
+    if name == "tick":
+        idle = not chat.busy and chat.now
+        return chat if idle else chat._replace(now=event[1]), []
+    if name == "info":
+        return chat._replace(model=event[1], n_ctx=event[2]), []
+    if name == "trouble":
+        return chat._replace(trouble=event[1]), []
+    if name == "all":
+        return _ended(chat) if event[1] == chat.seq else chat, []
+    return _reply_event(chat, event), []
+
+
+# ---- the wire ---------------------------------------------------------------------
+class Answer(NamedTuple):
+    text: str
+    thoughts: str
+    cost: CacheLine
+
+
+class _Left(Exception):
+    "Whoever asked does not want the rest."
+
+
+class ChatWire:
+    "Asks a toki, here or elsewhere, by its public routes alone."
+
+    def __init__(self, url: str, token: str, edges: Edges, options: dict):
+        self.engine = Engine(url, token, edges)
+        self.edges, self.options = edges, options
+        self.conversation = secrets.token_hex(8)
+
+    def info(self) -> tuple:
+        "(model, tokens of context); raises EngineGone when nobody answers."
+        model = self.engine.json("GET", "/v1/models", timeout=10)["data"][0]
+        return str(model["id"]), int(model.get("context_length") or 0)
+
+    def ask(self, messages: list, mode: str, tell: Callable = lambda *_: None,
+            stopped: Callable = lambda: False, **options: Any) -> Answer:
+        """One streamed reply.  `tell("text" | "thought" | "read", ...)` as it comes;
+        raises TokiError as the daemon words it, _Left once `stopped()`."""
+        def tick() -> None:
+            if stopped():
+                raise _Left
+        body = {"messages": messages, "stream": True, "return_progress": True,
+                "prompt_cache_key": f"{self.conversation}-{mode}",
+                "toki": {"mode": mode}, **self.options, **options}
+        began, text, thoughts, cache = self.edges.clock.now(), [], [], {}
+        up = self.engine.open("/v1/chat/completions", json.dumps(body).encode())
+        with contextlib.closing(up.events(tick)) as events:
+            for event in events:
+                tick()
+                cache = event.get("cache") or cache
+                read = event.get("prompt_progress")
+                if read:
+                    tell("read", read.get("processed", 0), read.get("total", 0))
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    for name, into, piece in (
+                            ("text", text, delta.get("content")),
+                            ("thought", thoughts, delta.get("reasoning_content"))):
+                        if piece:
+                            into.append(clean_text(piece))
+                            tell(name, into[-1])
+        total = (self.edges.clock.now() - began) * 1000
+        return Answer("".join(text), "".join(thoughts),
+                      read_cache(dict(cache, mode=mode), total))
+
+    def ask_both(self, messages: list, tell: Callable = lambda *_: None,
+                 stopped: Callable = lambda: False) -> tuple:
+        """(raw, cached), both at temperature 0.  Cached is asked first: it cannot
+        profit from what the raw ask computes, and raw reuses nothing anyway."""
+        cached = self.ask(messages, "cached", lambda *e: tell(1, *e), stopped,
+                          temperature=0)
+        tell(1, "done", cached.cost)
+        raw = self.ask(messages, "raw", lambda *e: tell(0, *e), stopped, temperature=0)
+        tell(0, "done", raw.cost)
+        return raw, cached
+
+
+class _ChatWorld:
+    "Does what `chat_step` wants done; asks run in a thread of their own."
+
+    def __init__(self, wire: ChatWire, history: str, edges: Edges):
+        self.wire, self.history, self.edges = wire, history, edges
+        self.running = 0                 # the ask whose events are wanted
+
+    def act(self, effect: tuple, post: Callable) -> None:
+        name = effect[0]
+        if name == "ask":
+            self.running = effect[1]
+            threading.Thread(target=self._ask, args=(*effect[1:], post),
+                             daemon=True).start()
+        elif name == "stop":
+            self.running = 0
+        elif name == "new":
+            self.wire.conversation = secrets.token_hex(8)
+        elif name == "info":
+            threading.Thread(target=self._info, args=(post,), daemon=True).start()
+        elif name == "remember" and self.history:
+            with contextlib.suppress(OSError):
+                self.edges.disk.write(self.history, json.dumps(effect[1]).encode())
+
+    def _info(self, post: Callable) -> None:
+        try:
+            post(("info", *self.wire.info()))
+        except EngineGone:
+            post(("trouble", f"nothing answers at {self.wire.engine.url}; "
+                  "try `toki up`"))
+        except (TokiError, LookupError, TypeError, ValueError) as error:
+            post(("trouble", f"{error}; try `toki up`"))
+
+    def _ask(self, seq: int, modes: tuple, messages: list, post: Callable) -> None:
+        index = 0
+
+        def tell(at: int, name: str, *rest: Any) -> None:
+            nonlocal index
+            index = 0 if (at, name) == (1, "done") and len(modes) > 1 else at
+            post((name, seq, at, *rest))
+
+        def stopped() -> bool:
+            return self.running != seq
+        index = len(modes) - 1
+        try:
+            if len(modes) > 1:
+                self.wire.ask_both(messages, tell, stopped)
+            else:
+                answer = self.wire.ask(messages, modes[0], lambda *e: tell(0, *e),
+                                       stopped)
+                tell(0, "done", answer.cost)
+        except _Left:
+            return
+        except TokiError as error:
+            hint = f" (try: {error.hint})" if error.hint else ""
+            post(("failed", seq, index, clean_text(error.message + hint)))
+        except Exception as error:       # the thread's top: the screen must hear of it
+            post(("failed", seq, index, f"{type(error).__name__}: {error}"))
+        post(("all", seq))
+
+
+def _read_history(path: str, edges: Edges) -> tuple:
+    with contextlib.suppress(ValueError):
+        kept = json.loads(edges.disk.read_text(path) or "[]") if path else []
+        if isinstance(kept, list):
+            return tuple(str(p) for p in kept[-_HISTORY_KEPT:])
+    return ()
+
+
+def run_chat(wire: ChatWire, edges: Edges, *, mode: str = "cached", system: str = "",
+             history: str = "", wheel: bool = False) -> int:
+    """The chat on the terminal until it is left; the exit code.
+
+    `history`: the file that keeps what was asked, '' for none.
+    """
+    world = _ChatWorld(wire, history, edges)
+    chat = Chat(mode=mode, system=system, past=_read_history(history, edges))
+
+    def step(state: Chat, event: Any) -> tuple:
+        state, effects = chat_step(state, event)
+        first = event[0] == "size" and not state.model
+        return state, effects + [("info",)] if first else effects
+    try:
+        return run_screen(App(lambda *a: chat_frame(*a), step, world.act, 0.5, wheel),
+                          chat, edges)[0]
+    finally:
+        world.running = 0
+
+
+def chat_lines(wire: ChatWire, edges: Edges, mode: str, system: str) -> int:
+    """Without a terminal: each line of the input is a prompt; replies to the output,
+    cache lines to the error output."""
+    turns: list = []
+    for line in edges.term.lines():
+        prompt = line.rstrip("\r\n")
+        if not prompt.strip():
+            continue
+        messages = _chat_messages(Chat(system=system), turns) + [
+            {"role": "user", "content": prompt}]
+        if mode == "compare":
+            raw, cached = wire.ask_both(messages)
+            for name, answer in (("raw", raw), ("cached", cached)):
+                edges.term.out(f"[{name}]\n{answer.text}")
+                edges.term.err(cache_text(answer.cost))
+            difference = compare_replies(raw.text, cached.text)
+            edges.term.out(f"[{_difference_text(difference)}]")
+        else:
+            cached = wire.ask(messages, mode, lambda name, *rest: edges.term.write(
+                rest[0]) if name == "text" else None)
+            edges.term.out()
+            edges.term.err(cache_text(cached.cost))
+        turns.append(ChatTurn(prompt, (Reply(mode, cached.text, state="done"),)))
+    return 0
+
+
+def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
+    "Two answers side by side, as `toki diff` shows them on a terminal."
+    replies = tuple(Reply(a.cost.mode, a.text, a.thoughts, "done", cost=a.cost)
+                    for a in (raw, cached))
+    return list(_turn_lines(ChatTurn("", replies), max(40, width), 0))[2:-1]
+
+
+# ============================================================================
+# 0. TOP - what runs, what is held and what each ask cost, live.
+#    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
+# ============================================================================
+class Top(NamedTuple):
+    "The last state document, and how it is looked at."
+    state: Optional[dict] = None
+    trouble: str = ""
+    at: float = 0.0              # wall clock of `state`
+    held: bool = False           # the picture stands still
+    scroll: int = 0
+    help: bool = False
+
+
+_TOP_KEYS = (("Up, Down", "scroll through the asks"),
+             ("Space", "hold the picture still"),
+             ("?", "this help"), ("q, Esc, Ctrl+C", "leave"))
+
+
+def _top_head(top: Top, width: int) -> list:
+    "Engine, model, state; then what went wrong, if anything did."
+    if top.state is None:
+        text = top.trouble or "asking the daemon"
+        style = "bad" if top.trouble else "dim"
+        return [[("name", " toki")], [],
+                *([(style, " " + row)] for row in text_wrap(text, width - 2))]
+    s, e = top.state, top.state["engine"]
+    good = e["state"] == "ready"
+    left = [("name", " toki "), ("", text_cut(str(e.get("model") or "no model"),
+                                         max(10, width - 36)))]
+    facts = f" · {e['n_slots']} slots of {fmt_n(e['n_ctx'])} · {e['kind']}" \
+        if e.get("model") else ""
+    right = [("good" if good else "warn", f"{e['state']} "),
+             ("dim", f"{fmt_age(top.at - s['started'])} ")]
+    wide = left + [("dim", facts)]
+    room = line_width(wide) + line_width(right) < width
+    lines = [line_sides(wide if room else left, right, width)]
+    shared = "shared with others: asks go without a slot" if e["shared"] else ""
+    for words in (top.trouble, e["trouble"], shared):
+        if words:
+            lines.append([("bad", " " + text_cut(str(words), width - 2))])
+    return lines
+
+
+def _top_sums(state: dict, width: int) -> list:
+    "Reuse, savings and counts."
+    c, rate = state["counters"], state["rates"]["prefill_ms_per_token"]
+    share = c["reused_tokens"] / c["prompt_tokens"] if c["prompt_tokens"] else 0.0
+    saved = "" if rate is None else f"saved ~{fmt_ms(c['reused_tokens'] * rate)} "
+    lines = [line_sides(
+        [("bold", " reused  "), ("good", bar(share, 20 if width >= 70 else 8)),
+         ("bold", f" {share:.1%}"),
+         ("dim", f"  {fmt_n(c['reused_tokens'])} of "
+                 f"{fmt_n(c['prompt_tokens'])} tokens")],
+        [("good", saved)], width)]
+    expected = c["expected_tokens"]
+    proven = "" if not expected else \
+        f"  {c['reused_tokens'] / expected:.1%} of what was expected"
+    lines.append([("bold", " asks    "), ("", fmt_n(c["asks"])), (
+        "dim", f"  {fmt_n(c['hits'])} hits · {fmt_n(c['soft_hits'])} soft · "
+        f"{fmt_n(c['misses'])} misses{proven}")])
+    lines.append([("bold", " now     "), ("", f"{state['open']} open"), (
+        "dim", f"  {state['waiting']} waiting · {fmt_n(c['cancelled'])} cancelled · "
+        f"{fmt_n(c['failed'])} failed")])
+    if saved and line_width(lines[0]) + len(saved) > width and width < 70:
+        lines.append([("bold", " saved   "), ("good", saved[6:].strip())])
+    return lines
+
+
+def _top_slots(state: dict, width: int) -> list:
+    n_ctx = state["engine"].get("n_ctx") or 1
+    wide = 16 if width >= 70 else 6
+    lines: list = [[("accent", " slots")]]
+    for s in state["slots"]:
+        what = "busy" if s["busy"] else "idle"
+        since = "" if s["busy"] or s["idle_s"] is None else fmt_age(s["idle_s"])
+        lines.append([
+            ("", f" {s['slot']:>3}  "),
+            ("warn" if s["busy"] else "good", bar(s["tokens"] / n_ctx, wide)),
+            ("", f" {fmt_n(s['tokens']):>7}  "),
+            ("warn" if s["busy"] else "dim", f"{what}  "),
+            ("", f"{s['class'] or '-':8}"),
+            ("dim", f" {s['uses']:>3} use{'s' if s['uses'] != 1 else ' '}  {since}")])
+    return lines
+
+
+def _names(holders: Sequence[str], most: int = 4) -> str:
+    more = len(holders) - most
+    return ", ".join(holders[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _forest_lines(runs: Sequence[dict], lead: str = "   ") -> list:
+    "Each run of tokens once; what goes on behind it stands below, a step to the right."
+    out: list = []
+    for i, run in enumerate(sorted(runs, key=lambda r: -r["tokens"])):
+        last = i == len(runs) - 1
+        mark = "" if lead == "   " else "└ " if last else "├ "
+        names = _names(run["holders"])
+        out.append([("dim", lead + mark), ("", fmt_n(run["tokens"])),
+                    ("dim", " tokens shared" if run["children"] else " tokens"),
+                    ("", f"  {names}" if names else "")])
+        deeper = lead + ("  " if lead == "   " or last else "│ ")
+        out += _forest_lines(run["children"], deeper)
+    return out
+
+
+def _shared(runs: Sequence[dict]) -> bool:
+    return any(r["children"] or len(r["holders"]) > 1 for r in runs)
+
+
+def _top_shelf(state: dict, width: int) -> list:
+    shelf, c = state["shelf"], state["counters"]
+    if not shelf["on"]:
+        return [[("accent", " shelf"), ("dim", "  off" + (
+            f": {shelf['trouble']}" if shelf["trouble"] else ""))]]
+    share = shelf["disk"] / shelf["budget"] if shelf["budget"] else 0.0
+    line = [("accent", " shelf"), ("", f"  {len(shelf['snapshots'])} snapshots  "),
+            ("good", bar(share, 8) if width >= 70 else ""),
+            ("dim", f" {fmt_bytes(shelf['disk'])} of {fmt_bytes(shelf['budget'])}")]
+    moves = f" · {c['saves']} saves · {c['restores']} restores · {c['forks']} forks"
+    return [line + [("dim", moves)] if line_width(line) + len(moves) < width else line]
+
+
+_KIND_STYLES = {"hit": "good", "soft_hit": "warn", "miss": "dim"}
+
+
+def _top_ask(row: dict, width: int) -> Line:
+    "One ask: number, class, verdict, tokens, times, and why as far as there is room."
+    kind = str(row.get("kind") or row.get("status"))
+    source = "" if row.get("source") in (None, "none") else str(row["source"])
+    if row.get("mode") == "raw":
+        source = "raw"
+    reused, prompt = row.get("reused_tokens"), row.get("prompt_tokens")
+    tokens = "-" if prompt is None else f"{fmt_n(reused or 0)}/{fmt_n(prompt)}"
+    first = [("", f" {row['ask']:>4}  "),
+             (_KIND_STYLES.get(kind, "bad"), f"{kind.replace('_', ' '):9}")]
+    if width < 60:
+        return first + [("", f"{tokens:>13} "), ("dim", source)]
+    return first + [("", f"{source:9}{tokens:>14}"),
+                    ("dim", f" {fmt_ms(row.get('ttft_ms')):>9} "
+                     f"{fmt_ms(row.get('total_ms')):>9}  {row.get('why') or ''}")]
+
+
+def _top_asks(state: dict, width: int) -> list:
+    head = "   ask  verdict     reused/of  from" if width < 60 else \
+        "   ask  verdict  from         reused/of     first      turn  why"
+    return [[("accent", text_cut(head, width))]] + [
+        _top_ask(row, width) for row in reversed(state["recent"])]
+
+
+def top_frame(top: Top, width: int, height: int) -> list:
+    "The whole screen as lines, at most `height`; the asks take what is left."
+    if top.help:
+        return help_lines(_TOP_KEYS, width)[:height]
+    lines = _top_head(top, width)
+    if top.state is not None:
+        state = top.state
+        small = height < 20
+        blocks = [_top_sums(state, width), _top_slots(state, width)]
+        if _shared(state.get("forest") or ()):
+            rows = _forest_lines(state["forest"])
+            most = max(3, height // 4)
+            cut_off = [[("dim", f"   {len(rows) - most + 1} lines more")]] \
+                if len(rows) > most else []
+            blocks.append([[("accent", " shared beginnings")]]
+                          + rows[:most - len(cut_off)] + cut_off)
+        blocks.append(_top_shelf(state, width))
+        for block in blocks:
+            lines += ([] if small else [[]]) + block
+        asks = _top_asks(state, width)
+        lines += ([] if small else [[]]) + asks[:1]
+        room = max(0, height - len(lines) - 1)
+        at = min(top.scroll, max(0, len(asks) - 1 - room))
+        lines += asks[1 + at:1 + at + room]
+    foot = "held · Space goes on" if top.held else "q quit · Space hold · ? help"
+    return fit_lines(lines, height - 1) + [[("dim", " " + text_cut(foot, width - 2))]]
+
+
+def top_step(top: Top, event: Any) -> tuple:
+    "(the view after a key or event, effects)."
+    if isinstance(event, Key):
+        name = event.name
+        if top.help:
+            return top._replace(help=False), []
+        if name in ("q", "esc", "ctrl+c", "ctrl+q"):
+            return top, [("quit", 130 if name == "ctrl+c" else 0)]
+        if name in ("?", "f9"):
+            return top._replace(help=True), []
+        if name == " ":
+            return top._replace(held=not top.held), []
+        moves = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10, "wheelup": -3,
+                 "wheeldown": 3, "home": -10 ** 6}
+        if name in moves:
+            most = len(top.state["recent"]) - 1 if top.state else 0
+            return top._replace(scroll=max(0, min(most, top.scroll + moves[name]))), []
+        return top, []
+    if event[0] == "tick":
+        return top, [] if top.held else [("poll",)]
+    if event[0] == "state" and not top.held:
+        return top._replace(state=event[1], at=event[2], trouble=""), []
+    if event[0] == "trouble":
+        return top._replace(trouble=event[1]), []
+    return top, []
+
+
+class _TopWorld:
+    "Asks for the state in the background, one question at a time."
+
+    def __init__(self, ask: Callable[[], dict], edges: Edges):
+        self.ask, self.edges, self.asking = ask, edges, False
+
+    def act(self, _: tuple, post: Callable) -> None:
+        if not self.asking:
+            self.asking = True
+            threading.Thread(target=self._poll, args=(post,), daemon=True).start()
+
+    def _poll(self, post: Callable) -> None:
+        try:
+            post(("state", self.ask(), self.edges.clock.wall()))
+        except TokiError as error:
+            post(("trouble", f"{error.message}; try {error.hint}"))
+        finally:
+            self.asking = False
+
+
+def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
+    "The live view; one plain frame when `once` or without a terminal."
+    if once or not edges.term.interactive():
+        top = Top(ask(), at=edges.clock.wall())
+        width = edges.term.columns()
+        depth = style_depth(edges.proc.environment(), edges.term.is_tty())
+        rows = 40 + len(top.state["slots"]) if top.state else 10
+        lines = top_frame(top, width, rows)[:-1]
+        while lines and not line_text(lines[-1]):
+            lines.pop()
+        unicode = edges.term.speaks_unicode()
+        for line in lines:
+            edges.term.out(line_paint(line, depth, unicode).rstrip())
+        return 0
+    world = _TopWorld(ask, edges)
+    return run_screen(App(lambda *a: top_frame(*a), top_step, world.act, 1.0), Top(),
+                      edges)[0]
+
+
+# ============================================================================
+# 0. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+#    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
+#    launcher_frame, launcher_step, run_launcher, with_setting.
+#
+#    Knows no agent, model or stack itself: a Hall of callables is handed in.
+# ============================================================================
+BEAR = ("()---()", "( • • )", "(  ᴥ  ) ♻")
+# A change of these is seen without a restart of the daemon.
+_AT_ONCE = ("source", "index_engine", "index_model")
+_ELSEWHERE = {"state_dir": "moves everything; set TOKI_STATE_DIR instead"}
+
+
+class Hall(NamedTuple):
+    "What the launcher can cause; `models()` and `state()` may take their time."
+    agents: Sequence             # .name .title .install
+    version: Callable            # (agent) -> text, "" when it is not installed
+    launch: Callable             # (agent) -> exit code
+    chat: Callable               # () -> exit code
+    models: Callable             # () -> [.name .file .ctx .active]
+    use: Callable                # (model, ctx or 0): serve that one
+    state: Callable              # () -> state document; TokiError when nothing runs
+    up: Callable                 # (): start engine and daemon
+    restart: Callable            # (): stop and start them
+    settings: Callable           # () -> Config
+    save: Callable               # (name, text): into the settings file
+    engine: Callable             # () -> path of an engine, "" for none
+
+
+class Launcher(NamedTuple):
+    "Everything the launcher shows; `view` is what the keys go to."
+    titles: tuple = ()           # (title, install command), the chat first
+    versions: tuple = ()         # (index, text) as they come in
+    at: int = 0
+    view: str = "list"           # | models | ctx | settings | value | start | help
+    back: str = "list"
+    state: Optional[dict] = None
+    trouble: str = ""            # why there is no state
+    asked: bool = False          # has the stack answered or failed to?
+    engine: str = "?"
+    models: tuple = ()           # (name, file, ctx, active)
+    model_at: int = 0
+    rows: tuple = ()             # settings: (name, value, origin, help, secret)
+    row_at: int = 0
+    field: Editor = Editor()
+    stale: tuple = ()            # settings changed since the daemon started
+    note: str = ""
+    bad: str = ""
+
+
+def with_setting(ini_text: str, name: str, value: str) -> str:
+    """The settings file with `name = value` under [toki]; all else as it was.
+
+    Raises UsageError for a value that holds a line break."""
+    if "\n" in value or "\r" in value:
+        raise UsageError(f"{name} cannot hold a line break", "give one line")
+    line = f"{name} = {value}".rstrip()
+    lines, inside, end = ini_text.splitlines(), False, -1
+    for i, row in enumerate(lines):
+        if row.strip().startswith("["):
+            inside = row.strip() == f"[{CONFIG_SECTION}]"
+            end = i + 1 if inside and end < 0 else end
+        elif inside and row.strip():
+            key = re.split(r"[=:]", row, 1)[0].strip().lower().replace("-", "_")
+            if key == name and not row.strip().startswith(("#", ";")):
+                return "\n".join([*lines[:i], line, *lines[i + 1:]]) + "\n"
+            end = i + 1
+    if end < 0:
+        lines += ([""] if lines else []) + [f"[{CONFIG_SECTION}]"]
+        end = len(lines)
+    return "\n".join([*lines[:end], line, *lines[end:]]) + "\n"
+
+
+# ---- the frame ---------------------------------------------------------------------
+def _stack_text(s: Launcher) -> Line:
+    "State of the stack in a few words."
+    if s.state is not None:
+        e = s.state["engine"]
+        style = "good" if e["state"] == "ready" else "warn"
+        return [(style, f"● {e['state']}"), ("dim", f" · {s.state['open']} open")]
+    if not s.asked:
+        return [("dim", "○ looking")]
+    return [("warn", "○ nothing runs")]
+
+
+def _model_text(s: Launcher) -> str:
+    "Model in use and its context."
+    if s.state is not None and s.state["engine"].get("model"):
+        e = s.state["engine"]
+        return f"{e['model']} · {fmt_n(e['n_ctx'])} tokens"
+    active = next((m for m in s.models if m[3]), None)
+    if active:
+        return f"{active[0]}" + (f" · {fmt_n(active[2])} tokens" if active[2] else "")
+    return "no model yet"
+
+
+def _launcher_head(s: Launcher, width: int, height: int) -> list:
+    if height < 20 or width < 60:
+        return [[("name", " toki "), *_stack_text(s)],
+                [("dim", " " + text_cut(_model_text(s), width - 2))]]
+    texts: list = [[("name", "toki")], [("dim", "no token is computed twice")],
+                   [("", text_cut(_model_text(s), width - 34) + "   "),
+                    *_stack_text(s)]]
+    return [[], *([("accent", f"  {bear:11}")] + text
+                  for bear, text in zip(BEAR, texts)), []]
+
+
+def _entry(s: Launcher, i: int, width: int) -> Line:
+    "One line of the list."
+    title, install = s.titles[i]
+    version = dict(s.versions).get(i)
+    number = f"{i + 1} " if i < 9 else "  "
+    if i == 0:
+        state: Line = [("dim", "built in")]
+    elif version is None:
+        state = [("dim", "…")]
+    elif version:
+        state = [("good", text_cut(version, 14))]
+    else:
+        text = "missing" if width < 60 else install
+        state = [("dim", text_cut(text, width - 30))]
+    chosen = i == s.at
+    line = [("dim", f"  {number} "),
+            ("bold" if version or i == 0 else "", f"{title:{min(22, width // 2)}}"),
+            *state]
+    if not chosen:
+        return line
+    return [("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+
+
+def _window(lines: list, at: int, room: int) -> list:
+    "Those `room` lines around number `at`."
+    first = min(max(0, at - room // 2), max(0, len(lines) - room))
+    return lines[first:first + room]
+
+
+def _told(s: Launcher, width: int) -> Line:
+    "What the last key brought."
+    return [("bad" if s.bad else "good", " " + text_cut(s.bad or s.note, width - 2))]
+
+
+def _detail(s: Launcher, width: int) -> Line:
+    "About the chosen entry."
+    if s.bad or s.note:
+        return _told(s, width)
+    title, install = s.titles[s.at]
+    version = dict(s.versions).get(s.at)
+    if s.at and version == "":
+        return [("warn", f" {title} is missing: "),
+                ("bold", text_cut(install, max(4, width - len(title) - 16)))]
+    if s.stale:
+        return [("warn", text_cut(" changed: " + ", ".join(s.stale)
+                             + "; r restarts toki", width - 1))]
+    return [("dim", text_cut(f" Enter starts {title}"
+                        + ("" if s.at == 0 else " with this model"), width - 1))]
+
+
+def _foot(text: str, width: int) -> Line:
+    return [("dim", " " + text_cut(text, width - 2))]
+
+
+def _models_lines(s: Launcher, width: int, room: int) -> list:
+    if not s.models:
+        lines: list = [[("bold", "  No model to choose yet.")], []]
+        for command, text in (
+                ("toki up --yes", "fetch an engine and a starter model"),
+                ("toki model pull NAME", "fetch a model"),
+                ("toki model import FILE", "take a GGUF file that is here")):
+            lines.append([("key", f"  {command:24}"),
+                          ("dim", text_cut(text, max(1, width - 28)))])
+        return lines[:room]
+    lines = []
+    wide = min(34, width // 2)
+    for i, (name, file, ctx, active) in enumerate(s.models):
+        room_text = f"{fmt_n(ctx)} tokens" if ctx else "context as it fits"
+        line = [("good" if active else "dim", "  ● " if active else "  ○ "),
+                ("bold" if active else "", text_cut(name, wide).ljust(wide + 1)),
+                ("dim", text_cut(f"{room_text}  {file}", max(0, width - wide - 8)))]
+        lines.append([("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+                     if i == s.model_at else line)
+    return _window(lines, s.model_at, room)
+
+
+def _settings_lines(s: Launcher, width: int, room: int) -> list:
+    lines = []
+    for i, (name, value, origin, help_text, secret) in enumerate(s.rows):
+        shown = "(set)" if secret and value else value or "-"
+        line = [("dim", "  "), ("", f"{name:16} "),
+                ("bold" if origin != "default" else "", f"{text_cut(shown, 18):18} "),
+                ("dim", text_cut(help_text, max(1, width - 40)))]
+        lines.append([("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+                     if i == s.row_at else line)
+    return _window(lines, s.row_at, room)
+
+
+_LAUNCHER_KEYS = (
+    ("Up, Down, 1-9", "choose"), ("Enter", "start it with the model in use"),
+    ("Right", "the list of models"), ("m", "change model or context"),
+    ("s", "settings"), ("u", "start engine and daemon"),
+    ("r", "restart them, after settings have changed"), ("?", "this help"),
+    ("q, Ctrl+C", "leave"))
+
+
+def _view_lines(s: Launcher, width: int, room: int) -> tuple:
+    "(lines of the view, line about it, keys)."
+    told = _told(s, width)
+    if s.view in ("models", "ctx"):
+        about = told if s.bad or s.note else [
+            ("dim", text_cut(" a change loads the model anew; contexts are kept on the "
+                        "shelf", width - 1))]
+        if s.view == "ctx":
+            about = [("name", " context › "), *s.field.lines(width - 14, 1)[0],
+                     ("dim", "  tokens; 0: what fits")]
+        return _models_lines(s, width, room), about, \
+            "Enter use · c context · Left back" if s.models else "Left back · u set up"
+    if s.view in ("settings", "value"):
+        row = s.rows[s.row_at]
+        about = told if s.bad or s.note else [
+            ("dim", text_cut(f" {row[3]}; from {row[2]}", width - 1))]
+        if s.view == "value":
+            about = [("name", f" {row[0]} › "),
+                     *s.field.lines(max(4, width - len(row[0]) - 6), 1, row[4])[0]]
+        keys = "Enter change · r restart · Left back" if s.stale else \
+            "Enter change · Left back"
+        return _settings_lines(s, width, room), about, keys
+    lines = _window([_entry(s, i, width) for i in range(len(s.titles))], s.at, room)
+    if s.view == "start":
+        text = " Nothing runs.  Start engine and daemon now?"
+        return lines, [("warn", text_cut(text, width - 1))], "y yes · n no"
+    return lines, _detail(s, width), \
+        "Enter start · → models · m model · s settings · ? help · q quit"
+
+
+def launcher_frame(s: Launcher, width: int, height: int) -> list:
+    "The whole screen as lines."
+    if s.view == "help":
+        return help_lines(_LAUNCHER_KEYS, width)[:height]
+    head = _launcher_head(s, width, height)
+    room = max(1, height - len(head) - 3)
+    lines, about, keys = _view_lines(s, width, room)
+    return [*head, *fit_lines(lines, room), [("dim", "─" * width)], about,
+            _foot(keys, width)]
+
+
+# ---- the step ----------------------------------------------------------------------
+def _moved(at: int, name: str, n: int) -> Optional[int]:
+    "Where a key moves to in a list of `n`; None when it moves nothing."
+    by = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -8, "pagedown": 8,
+          "home": -n, "end": n, "wheelup": -1, "wheeldown": 1}.get(name)
+    return None if by is None or not n else max(0, min(n - 1, at + by))
+
+
+def _start_entry(s: Launcher) -> tuple:
+    "Enter on the list."
+    if s.at and dict(s.versions).get(s.at, "?") == "":
+        return s._replace(bad=f"not installed: {s.titles[s.at][1]}"), []
+    if s.state is not None:
+        return s, [("start", s.at)]
+    if s.asked and not s.models:
+        note = "toki needs an engine and a model first"
+        return s._replace(view="models", note=note), [("models",)]
+    return s._replace(view="start"), []
+
+
+def _list_key(s: Launcher, key: Key) -> tuple:
+    name, n = key.name, len(s.titles)
+    at = _moved(s.at, name, n)
+    if at is not None:
+        return s._replace(at=at), []
+    if name in "123456789" and int(name) <= n:
+        return s._replace(at=int(name) - 1), []
+    if name == "enter":
+        return _start_entry(s)
+    if name in ("right", "m"):
+        active = next((i for i, m in enumerate(s.models) if m[3]), 0)
+        return s._replace(view="models", model_at=active), [("models",)]
+    if name == "s":
+        return s._replace(view="settings"), [("settings",)]
+    if name in ("?", "f9"):
+        return s._replace(view="help", back="list"), []
+    if name == "q":
+        return s, [("quit", 0)]
+    if name == "r":
+        return s, [("restart",)]
+    return s, [("up",)] if name == "u" and s.state is None else []
+
+
+def _models_key(s: Launcher, key: Key) -> tuple:
+    name = key.name
+    at = _moved(s.model_at, name, len(s.models))
+    if at is not None:
+        return s._replace(model_at=at), []
+    if name in ("left", "esc", "q"):
+        return s._replace(view="list"), []
+    if name == "u" and s.state is None:
+        return s._replace(view="list"), [("up",)]
+    if name == "enter" and s.models:
+        return s._replace(view="list"), [("use", s.models[s.model_at][0], 0)]
+    if name == "c" and s.models:
+        ctx = s.models[s.model_at][2]
+        return s._replace(view="ctx", field=Editor.of(str(ctx or ""))), []
+    return s, []
+
+
+def _ctx_key(s: Launcher, key: Key) -> tuple:
+    if key.name == "esc":
+        return s._replace(view="models"), []
+    if key.name == "enter":
+        text = s.field.text.strip() or "0"
+        if not re.fullmatch(r"[0-9]{1,8}", text):
+            return s._replace(bad=f"{text!r} is no number of tokens", view="models"), []
+        return s._replace(view="list"), [("use", s.models[s.model_at][0], int(text))]
+    return s._replace(field=s.field.key(key) or s.field), []
+
+
+def _settings_key(s: Launcher, key: Key) -> tuple:
+    name = key.name
+    at = _moved(s.row_at, name, len(s.rows))
+    if at is not None:
+        return s._replace(row_at=at), []
+    if name in ("left", "esc", "q"):
+        return s._replace(view="list"), []
+    if name == "r" and s.stale:
+        return s._replace(view="list"), [("restart",)]
+    if name not in ("enter", "right", " "):
+        return s, []
+    setting, value, _, _, secret = s.rows[s.row_at]
+    if setting in _ELSEWHERE:
+        return s._replace(bad=f"{setting} {_ELSEWHERE[setting]}"), []
+    if value in ("on", "off"):
+        return s, [("set", setting, "off" if value == "on" else "on")]
+    return s._replace(view="value", field=Editor.of("" if secret else value)), []
+
+
+def _value_key(s: Launcher, key: Key) -> tuple:
+    if key.name == "esc":
+        return s._replace(view="settings"), []
+    if key.name == "enter":
+        return s._replace(view="settings"), [
+            ("set", s.rows[s.row_at][0], s.field.text.strip())]
+    return s._replace(field=s.field.key(key) or s.field), []
+
+
+def _start_key(s: Launcher, key: Key) -> tuple:
+    back = s._replace(view="list")
+    return (back, [("up",)]) if key.name in ("y", "enter") else (back, [])
+
+
+def _on_set(s: Launcher, name: str, text: str, origin: str) -> Launcher:
+    "A setting was written to the file."
+    if not origin.startswith("file"):
+        return s._replace(bad=f"kept in the file, but the {origin} wins over it")
+    if name in _AT_ONCE or s.state is None:
+        return s._replace(note=f"{name} = {text or '-'}")
+    stale = s.stale if name in s.stale else (*s.stale, name)
+    return s._replace(stale=stale, note=f"{name} = {text or '-'}: needs a restart; r "
+                      "does it now, contexts are kept on the shelf")
+
+
+def launcher_step(s: Launcher, event: Any) -> tuple:
+    "(the launcher after a key or event, effects)."
+    if isinstance(event, Key):
+        if event.name in ("ctrl+c", "ctrl+q"):
+            return s, [("quit", 130 if event.name == "ctrl+c" else 0)]
+        if s.view == "help":
+            return s._replace(view=s.back), []
+        s = s._replace(note="", bad="")
+        return {"list": _list_key, "models": _models_key, "ctx": _ctx_key,
+                "settings": _settings_key, "value": _value_key,
+                "start": _start_key}[s.view](s, event)
+    name = event[0]
+    if name == "tick":
+        return s, [("poll",)]
+    if name == "stack":
+        return s._replace(state=event[1], trouble=event[2], asked=True), []
+    if name == "version":
+        return s._replace(versions=(*s.versions, event[1:])), []
+    if name == "models":
+        return s._replace(models=event[1], model_at=min(
+            s.model_at, max(0, len(event[1]) - 1))), []
+    if name == "settings":
+        return s._replace(rows=event[1]), []
+    if name == "set":
+        return _on_set(s, *event[1:]), [("settings",)]
+    if name == "fresh":                  # the stack was started anew
+        s = s._replace(stale=(), note=event[1], asked=False)
+        return s, [("poll",), ("models",)]
+    if name == "ended":
+        return s._replace(note=event[1]), [("poll",)]
+    if name == "trouble":
+        hint = f"; try: {event[2]}" if event[2] else ""
+        return s._replace(bad=event[1] + hint), [("poll",)]
+    return s, []
+
+
+# ---- the world --------------------------------------------------------------------
+def _setting_rows(config: Config) -> tuple:
+    def shown(value: Any) -> str:
+        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+    return tuple((x.name, shown(getattr(config, x.name)), config.origin[x.name], x.help,
+                  x.secret) for x in SETTINGS)
+
+
+class _LauncherWorld:
+    "Does what `launcher_step` wants done; whatever takes time does it in a thread."
+
+    def __init__(self, hall: Hall, edges: Edges):
+        self.hall, self.edges, self.polling = hall, edges, False
+
+    def act(self, effect: tuple, post: Callable) -> None:
+        name = effect[0]
+        if name == "poll":
+            if not self.polling:
+                self.polling = True
+                self._thread(self._poll, post)
+        elif name == "versions":
+            todo: queue.Queue = queue.Queue()
+            for item in enumerate(self.hall.agents, 1):
+                todo.put(item)
+            for _ in range(3):
+                self._thread(self._versions, todo, post)
+        elif name == "models":
+            self._thread(self._models, post)
+        else:
+            post(self._now(*effect))
+
+    def _now(self, name: str, *args: Any) -> tuple:
+        try:
+            if name == "settings":
+                return ("settings", _setting_rows(self.hall.settings()))
+            setting, text = args
+            self.hall.save(setting, text)
+            return ("set", setting, text, self.hall.settings().origin[setting])
+        except TokiError as error:
+            return ("trouble", error.message, error.hint)
+        except OSError as error:
+            return ("trouble", f"the settings file cannot be written: {error}", "")
+
+    @staticmethod
+    def _thread(run: Callable, *args: Any) -> None:
+        threading.Thread(target=run, args=args, daemon=True).start()
+
+    def _poll(self, post: Callable) -> None:
+        try:
+            post(("stack", self.hall.state(), ""))
+        except TokiError as error:
+            post(("stack", None, error.message))
+        finally:
+            self.polling = False
+
+    def _versions(self, todo: queue.Queue, post: Callable) -> None:
+        while True:
+            try:
+                i, agent = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                text = self.hall.version(agent)
+            except Exception as error:   # one odd program must not hide the others
+                log.debug("no version of %s: %s", agent.name, error)
+                text = "unknown"
+            post(("version", i, clean_text(text).strip()))
+
+    def _models(self, post: Callable) -> None:
+        try:
+            post(("models", tuple((m.name, m.file, m.ctx or 0, bool(m.active))
+                                  for m in self.hall.models())))
+        except (TokiError, OSError) as error:
+            post(("trouble", str(error), ""))
+
+    def outside(self, effect: tuple) -> Optional[tuple]:
+        "An effect that needs the normal screen, as the loop's `run`."
+        hall, name = self.hall, effect[0]
+        if name == "start":
+            return ("run", lambda: self._ended(effect[1]), False)
+        todo = {"up": hall.up, "restart": hall.restart}.get(name)
+        if name == "use":
+            todo = lambda: hall.use(*effect[1:])             # noqa: E731
+        if todo is None:
+            return None
+
+        def run() -> tuple:
+            todo()
+            return ("fresh", "ready" if name != "use" else f"in use: {effect[1]}")
+        return ("run", run, True)
+
+    def _ended(self, at: int) -> tuple:
+        if at == 0:
+            self.hall.chat()
+            return ("ended", "")
+        agent = self.hall.agents[at - 1]
+        code = self.hall.launch(agent)
+        if code:                         # what it said is still to be read
+            self.edges.term.wait(f"\n[{agent.title} ended with code {code}; Enter: "
+                                 "back to toki] ")
+        return ("ended", f"{agent.title} ended"
+                + (f" with code {code}" if code else ""))
+
+
+def run_launcher(hall: Hall, edges: Edges) -> int:
+    "The launcher until it is left; the exit code."
+    world = _LauncherWorld(hall, edges)
+    titles = (("Toki Chat", ""), *((a.title, a.install) for a in hall.agents))
+    begun = False
+
+    def step(s: Launcher, event: Any) -> tuple:
+        nonlocal begun
+        s, effects = launcher_step(s, event)
+        if not begun:
+            begun = True
+            effects = [("poll",), ("models",), ("settings",), ("versions",), *effects]
+        return s, [world.outside(e) or e for e in effects]
+    app = App(lambda *a: launcher_frame(*a), step, world.act, 1.0)
+    return run_screen(app, Launcher(titles), edges)[0]
+
+
+# ============================================================================
 # 34. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
@@ -15857,7 +18130,7 @@ def many_asks(rig: Rig, asks: int, conversations: int = 64) -> dict:
     tails = ["" for _ in range(conversations)]
     for i in range(asks):
         c = i % conversations
-        tails[c] = (tails[c] + f" Turn {i}: " + prose(i, 12))[-5000:]
+        tails[c] = (tails[c] + f" ChatTurn {i}: " + prose(i, 12))[-5000:]
         Asker(rig.front).chat([
             {"role": "system", "content": prose(c, 60)},
             {"role": "user", "content": tails[c]}], 1)
@@ -16464,6 +18737,175 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
     return row
 
 
+# ---- faces on the terminal ---------------------------------------------------------
+_URL = _arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
+            "token comes from TOKI_TOKEN")
+
+
+def _front(c: Context) -> tuple:
+    "(URL, token) of the daemon that a face shows: --url, or the one that runs here."
+    if c.ns.url:
+        return c.ns.url, c.edges.proc.environment().get("TOKI_TOKEN", "")
+    record = running_daemon(c.where, c.edges)
+    host = record["host"] if record else c.config.host
+    port = record["port"] if record else c.config.port
+    return f"http://{host}:{port}", local_token(c.edges, c.where, create=False)
+
+
+def _wire(c: Context) -> ChatWire:
+    limit = {"max_tokens": c.ns.max_tokens} if c.ns.max_tokens else {}
+    return ChatWire(*_front(c), c.edges, limit)
+
+
+def _system_text(c: Context) -> str:
+    "The system prompt: --system names a file, or is the text itself."
+    given = c.ns.system
+    path = c.edges.disk.absolute(given) if given and "\n" not in given else ""
+    with contextlib.suppress(OSError, ValueError):
+        if path and c.edges.disk.is_file(path):
+            return c.edges.disk.read_text(path)
+    return given
+
+
+_SYSTEM = _arg("--system", default="", metavar="FILE|TEXT", help="system prompt")
+_MOST = _arg("--max-tokens", type=int, default=0, help="longest reply, in tokens")
+
+
+@_command(_arg("--mode", choices=MODES, default="cached", help="how to ask at first"),
+          _SYSTEM, _MOST, _arg("--wheel", action="store_true", help="scroll by the "
+          "mouse wheel; the terminal then selects text with Shift held"),
+          _arg("--forget", action="store_true", help="remove the prompts it remembers"),
+          _URL, settings=(*_SEEN_SETTINGS, "history"))
+def cmd_tui(c: Context) -> int:
+    """Chat in the terminal: raw, cached, or both side by side."""
+    history = c.where.file("tui-history.json")
+    if c.ns.forget:
+        c.edges.disk.remove(history)
+        c.say("the prompts of earlier chats are forgotten")
+        return 0
+    if not c.edges.term.interactive():
+        return chat_lines(_wire(c), c.edges, c.ns.mode, _system_text(c))
+    return run_chat(_wire(c), c.edges, mode=c.ns.mode, system=_system_text(c),
+                    history=history if c.config.history else "", wheel=c.ns.wheel)
+
+
+@_command(_arg("--once", action="store_true", help="one picture, as plain text"),
+          _JSON, _URL)
+def cmd_top(c: Context) -> int:
+    """Watch slots, shared beginnings, shelf and asks."""
+    front = Engine(*_front(c), c.edges)
+
+    def ask() -> dict:
+        return dict(front.json("GET", "/toki/state", timeout=10))
+    if c.ns.json:
+        c.say(json.dumps(ask(), indent=1))
+        return 0
+    return run_top(ask, c.edges, c.ns.once)
+
+
+@_command(_arg("prompt", help="what to ask; - reads it from the standard input"),
+          _SYSTEM, _MOST, _JSON, _URL)
+def cmd_diff(c: Context) -> int:
+    """Ask raw and cached, at temperature 0, and show how the replies differ."""
+    prompt = "".join(c.edges.term.lines()) if c.ns.prompt == "-" else c.ns.prompt
+    if not prompt.strip():
+        raise UsageError("there is nothing to ask", "toki diff 'a question'")
+    system = _system_text(c)
+    messages = [{"role": "system", "content": system}] if system else []
+    raw, cached = _wire(c).ask_both([*messages, {"role": "user", "content": prompt}])
+    d = compare_replies(raw.text, cached.text)
+    if c.ns.json:
+        c.say(json.dumps({
+            "class": d.kind, "first_difference_char": d.at_char,
+            "first_difference_word": d.at_word,
+            **{a.cost.mode: {"text": a.text, "thoughts": a.thoughts,
+                             **{k: v for k, v in a.cost._asdict().items()
+                                if k != "mode"}} for a in (raw, cached)}},
+            indent=1, ensure_ascii=False))
+        return 0
+    term = c.edges.term
+    depth = style_depth(c.edges.proc.environment(), term.is_tty())
+    for line in diff_lines(raw, cached, term.columns()):
+        c.say(line_paint(line, depth, term.speaks_unicode()).rstrip())
+    return 0
+
+
+class _ModelHere(NamedTuple):
+    name: str
+    file: str
+    ctx: int
+    active: bool
+
+
+def _models_here(c: Context) -> list:
+    "The model in use and those that toki fetched."
+    active = str(json.loads(c.edges.disk.read_text(c.where.file("active.json"))
+                            or "{}").get("model") or "")
+    files = [os.path.join(c.where.models, n)
+             for n in c.edges.disk.listing(c.where.models) if n.endswith(".gguf")]
+    return [_ModelHere(re.sub(r"\.gguf$", "", os.path.basename(f)), f, 0, f == active)
+            for f in dict.fromkeys([active, *files]) if f]
+
+
+def _fresh(c: Context) -> Config:
+    "The settings as file and variables say now."
+    return load_config({}, c.edges.proc.environment(),
+                       c.edges.disk.read_text(c.where.config_file))
+
+
+def _save_setting(c: Context, name: str, value: str) -> None:
+    "Write one setting to the settings file; UsageError for a value that does not fit."
+    text = with_setting(c.edges.disk.read_text(c.where.config_file), name, value)
+    load_config({}, {}, text)
+    c.edges.disk.write(c.where.config_file, text.encode())
+
+
+def _use_model(c: Context, name: str, ctx: int) -> None:
+    "Serve another model, or the same with another context."
+    model = next(m for m in _models_here(c) if m.name == name)
+    if running_daemon(c.where, c.edges):
+        stack_down(c.where, c.edges, c.say)
+    config = _as_before(c)
+    stack_up(config.but(model=model.file, ctx=ctx or config.ctx), c.where, c.edges,
+             False, c.say)
+
+
+def _as_before(c: Context) -> Config:
+    "The settings, with engine and model of the last start where they name none."
+    config = _fresh(c)
+    last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+    return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
+                      model=config.model or last.get("model") or "")
+
+
+def _hall(c: Context) -> Hall:
+    "What the launcher can cause here."
+    rooms = globals()                    # AGENTS may be left out of a build
+    agents = rooms.get("AGENTS", ())
+
+    def up() -> None:
+        stack_up(_as_before(c), c.where, c.edges, False, c.say)
+
+    def restart() -> None:
+        if running_daemon(c.where, c.edges):
+            stack_down(c.where, c.edges, c.say)
+        up()
+
+    def chat() -> int:
+        ns = argparse.Namespace(url="", max_tokens=0, system="", mode="cached",
+                                wheel=False, forget=False)
+        return cmd_tui(c._replace(ns=ns))
+    return Hall(agents, lambda a: rooms["agent_version"](a, c.edges),
+                lambda a: rooms["launch"](a, c, []), chat, lambda: _models_here(c),
+                lambda name, ctx: _use_model(c, name, ctx), c.state, up, restart,
+                lambda: _fresh(c), lambda name, value: _save_setting(c, name, value),
+                lambda: "")
+
+
+def _bare_toki(c: Context) -> int:
+    return run_launcher(_hall(c), c.edges)
+
+
 def _parser() -> argparse.ArgumentParser:
     "argparse's view of COMMANDS and SETTINGS."
     parser = argparse.ArgumentParser(
@@ -16504,11 +18946,12 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
                 stream.reconfigure(errors="replace")
     parser = _parser()
     ns = parser.parse_args(argv)
-    if not ns.command:
+    if not ns.command and not edges.term.interactive():
         parser.print_help()
         return 0
     try:
-        return COMMANDS[ns.command].run(_context(ns, edges))
+        run = COMMANDS[ns.command].run if ns.command else _bare_toki
+        return run(_context(ns, edges))
     except TokiError as error:
         edges.term.err(f"toki: {error.message}")
         if error.hint:
