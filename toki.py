@@ -2342,8 +2342,8 @@ ANTHROPIC = Dialect(anthropic_to_chat, AnthropicStream, anthropic_reply,
 
 # ============================================================================
 # 10. BOOK - what we believe the slots hold; changed only by events.
-#    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
-#    Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
+#    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap,
+#    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
 #    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
 #    MOVE_FIXED_MS.
 # ============================================================================
@@ -6439,7 +6439,8 @@ class Mover:
 # ============================================================================
 # 22. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
-#    GGUF, EDGES, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers: Keeper, cache_report.
+#    GGUF, EDGES, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers: Keeper,
+#    cache_report.
 # ============================================================================
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
@@ -8310,8 +8311,8 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 # ============================================================================
 # 26. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, BOOK, EDGES, MACHINE,
-#    ENGINE, FEED, MOVES, KEEPER, DESK, HTTP.  offers: Gateway, ROUTES, Route, page_headers,
-#    prometheus.
+#    ENGINE, FEED, MOVES, KEEPER, DESK, HTTP.  offers: Gateway, ROUTES, Route,
+#    page_headers, prometheus.
 # ============================================================================
 class Route(NamedTuple):
     method: str
@@ -9124,7 +9125,7 @@ class Gateway:
                page_headers(self.page))
 
     def _events(self, x: Exchange) -> None:
-        "Events as they happen, with a sign of life now and then, until somebody leaves."
+        "Events as they happen, signs of life now and then, until the client leaves."
         feed, config = self.keeper.feed, self.config
         listener = feed.listen()
         if listener is None:
@@ -10681,6 +10682,7 @@ circle cx='25' cy='8' r='5'/%3E%3Cellipse cx='16' cy='17' rx='13.5' ry='12'/%3E%
   --on-accent: light-dark(#ffffff, #10201a);
   --bear: light-dark(#8a5f3c, #b08258);
   --bear-light: light-dark(#f3e4cf, #f0dfc6);
+  --sign: #27684a;
   --bear-dark: light-dark(#33241a, #2a1d14);
   --text: "Inter", system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
   --serif: "Iowan Old Style", "Palatino Linotype", Palatino, P052, Charter, Georgia,
@@ -10775,6 +10777,8 @@ main { min-width: 0; height: 100dvh; }
 #scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
 #messages, .composer { max-width: 45rem; margin: 0 auto; }
 #messages.wide { max-width: 80rem; }
+#messages.wide > :not(:has(.pair)) { max-width: 45rem; margin-left: auto;
+  margin-right: auto; }
 .message { margin-bottom: 1.9rem; }
 .message > header { display: flex; align-items: center; gap: 0.4rem;
   font-size: 0.8125rem; color: var(--soft); margin-bottom: 0.3rem;
@@ -10984,9 +10988,9 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
 <a class="skip" href="#chat" id="skip">Skip to the message box</a>
 <svg width="0" height="0" aria-hidden="true" class="away"><defs>
 <g id="arrow">
- <path d="M50.5 100.5 57 89.5Q60 85 63 89.5L65.8 94.2" fill="none" stroke-width="4.6"
-  stroke="var(--reuse)"/>
- <path d="M61.4 97.4 71.3 98.6 70.6 88.6Z" fill="var(--reuse)"/></g>
+ <path d="M52.6 97.6 57.6 88.9Q60 84.8 62.4 88.9L64.6 92.7" fill="none"
+  stroke-width="4.4" stroke="var(--sign)"/>
+ <path d="M59.6 95.6 69.1 90.1 69.2 100.8Z" fill="var(--sign)"/></g>
 <symbol id="bear" viewBox="8 6 104 124">
  <g fill="var(--bear)">
   <circle cx="31" cy="27" r="14"/><circle cx="89" cy="27" r="14"/>
@@ -11018,7 +11022,8 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   <div><h1>toki</h1><p>nothing is computed twice</p></div></div>
  <nav class="views" aria-label="Views"><a href="#chat" id="to-chat">Chat</a>
   <a href="#cache" id="to-cache">Cache</a></nav>
- <button id="menu" class="line" aria-expanded="false" aria-controls="talks">Menu</button>
+ <button id="menu" class="line" aria-expanded="false"
+  aria-controls="talks">Menu</button>
  <nav class="talks" id="talks" aria-label="Conversations">
   <h2>Conversations <button class="small" id="new">New</button></h2>
   <ul id="list"></ul></nav>
@@ -11117,8 +11122,9 @@ status</code>.</p></noscript>
 <dialog id="help" aria-labelledby="h-help"><form method="dialog">
  <h2 id="h-help">Keys</h2>
  <dl><dt><kbd>Enter</kbd></dt><dd>send; <kbd>Shift</kbd> <kbd>Enter</kbd> for a new
-   line</dd><dt><kbd>Esc</kbd></dt><dd>stop the reply</dd><dt><kbd>/</kbd></dt><dd>to the
-   message box</dd><dt><kbd>n</kbd></dt><dd>new conversation</dd><dt><kbd>c</kbd>
+   line</dd><dt><kbd>Esc</kbd></dt><dd>stop the reply</dd><dt><kbd>/</kbd></dt>
+   <dd>to the message box</dd><dt><kbd>n</kbd></dt><dd>new conversation</dd>
+   <dt><kbd>c</kbd>
    <kbd>m</kbd></dt><dd>chat, cache</dd><dt><kbd>1</kbd> <kbd>2</kbd> <kbd>3</kbd></dt>
    <dd>cached, raw, compare</dd><dt><kbd>t</kbd></dt><dd>light, dark, as the
    system</dd></dl>
@@ -11143,7 +11149,8 @@ function fill(node, props, kids) {
   return node;
 }
 const el = (tag, props, ...kids) => fill(document.createElement(tag), props, kids);
-const svg = (tag, props, ...kids) => fill(document.createElementNS(SVG, tag), props, kids);
+const svg = (tag, props, ...kids) =>
+  fill(document.createElementNS(SVG, tag), props, kids);
 const num = (n) => n === null || n === undefined ? "?" : n.toLocaleString("en");
 const many = (n, word) => `${num(n)} ${word}${n === 1 ? "" : "s"}`;
 function ms(x) {
@@ -11164,10 +11171,13 @@ function age(s) {
   if (s === null || s === undefined) return "never used";
   if (s < 60) return `${Math.max(0, Math.round(s))} s ago`;
   if (s < 5400) return `${Math.round(s / 60)} min ago`;
-  return s < 172800 ? `${Math.round(s / 3600)} h ago` : `${Math.round(s / 86400)} d ago`;
+  if (s < 172800) return `${Math.round(s / 3600)} h ago`;
+  return `${Math.round(s / 86400)} d ago`;
 }
 const say = (text) => { $("say").textContent = text; };
-const kept = (name) => { try { return localStorage.getItem(name); } catch { return null; } };
+function kept(name) {
+  try { return localStorage.getItem(name); } catch { return null; }
+}
 function keep(name, value) {
   try {
     if (value === null) localStorage.removeItem(name);
@@ -11230,7 +11240,8 @@ async function call(path, { body, signal, quiet } = {}) {
       headers, signal, cache: "no-store",
       body: body === undefined ? undefined : JSON.stringify(body) });
     if (reply.ok) return reply;
-    if (reply.status === 401 && !quiet && (used !== token || await askToken())) continue;
+    const locked = reply.status === 401 && !quiet;
+    if (locked && (used !== token || await askToken())) continue;
     let words = `${reply.status} ${reply.statusText}`;
     try { words = (await reply.json()).error.message || words; } catch { /* no JSON */ }
     throw new Refused(reply.status, words);
@@ -11333,9 +11344,9 @@ const KEYWORDS = new Set(("and as assert async await break case catch class cons
   "continue def default del do elif else enum except export extends false False fi " +
   "finally fn for foreach from func function global if impl import in interface is " +
   "lambda let match mut namespace new nil None not null or package pass private " +
-  "public raise return self static struct super switch template then this throw trait " +
-  "true True try type typeof union use using var void where while with yield SELECT " +
-  "FROM WHERE INSERT UPDATE DELETE JOIN ORDER GROUP BY LIMIT").split(" "));
+  "public raise return self static struct super switch template then this throw " +
+  "trait true True try type typeof union use using var void where while with yield " +
+  "SELECT FROM WHERE INSERT UPDATE DELETE JOIN ORDER GROUP BY LIMIT").split(" "));
 const CODE = new RegExp([/(\/\/[^\n]*|#[^\n]*|--[ ][^\n]*|\/\*[^]*?\*\/)/,
   /("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|`[^`]*`)/, /(\b\d[\w.]*\b)/,
   /([A-Za-z_]\w*)/].map((part) => part.source).join("|"), "g");
@@ -11372,6 +11383,7 @@ function blocks(text) {
   let i = 0;
   const push = (from, build) => out.push({ source: lines.slice(from, i).join("\n"),
     build });
+  const other = /^\s{0,3}(```|~~~|#{1,6}\s|>|([-*+]|\d{1,9}[.)])\s+\S)/;
   while (i < lines.length) {
     const line = lines[i], from = i;
     const fence = /^\s{0,3}(```+|~~~+)\s*([\w+#.-]*)/.exec(line);
@@ -11386,13 +11398,15 @@ function blocks(text) {
     } else if (/^#{1,6}\s/.test(line)) {
       i++;
       const level = Math.min(5, 2 + /^#+/.exec(line)[0].length);
-      push(from, () => el("h" + level, null, inline(line.replace(/^#+\s*|\s*#+\s*$/g, ""))));
+      const words = line.replace(/^#+\s*|\s*#+\s*$/g, "");
+      push(from, () => el("h" + level, null, inline(words)));
     } else if (/^\s{0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) {
       i++;
       push(from, () => el("hr"));
     } else if (/^\s*>/.test(line)) {
       while (i < lines.length && /^\s*>/.test(lines[i])) i++;
-      const inner = lines.slice(from, i).map((x) => x.replace(/^\s*>\s?/, "")).join("\n");
+      const inner = lines.slice(from, i).map((x) => x.replace(/^\s*>\s?/, ""))
+        .join("\n");
       push(from, () => el("blockquote", null, inline(inner)));
     } else if (/^\s*([-*+]|\d{1,9}[.)])\s+\S/.test(line)) {
       while (i < lines.length && (/^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i])
@@ -11406,25 +11420,25 @@ function blocks(text) {
       push(from, () => tableOf(own));
     } else {
       i++;
-      while (i < lines.length && lines[i].trim()
-          && !/^\s{0,3}(```|~~~|#{1,6}\s|>|([-*+]|\d{1,9}[.)])\s+\S)/.test(lines[i])) i++;
+      while (i < lines.length && lines[i].trim() && !other.test(lines[i])) i++;
       const own = lines.slice(from, i).join("\n");
-      push(from, () => el("p", null, inline(own).flatMap((part) => typeof part !== "string"
-        ? [part] : part.split(/(?: {2,}|\\)\n/).flatMap((x, k) => k ? [el("br"), x]
-          : [x]))));
+      const breaks = (part) => typeof part !== "string" ? [part]
+        : part.split(/(?: {2,}|\\)\n/).flatMap((x, k) => k ? [el("br"), x] : [x]);
+      push(from, () => el("p", null, inline(own).flatMap(breaks)));
     }
   }
   return out;
 }
 function list(lines) {
   const deep = (line) => /^\s*/.exec(line)[0].length;
+  const item = /^\s*([-*+]|\d{1,9}[.)])\s/;
   const base = deep(lines[0]), ordered = /^\s*\d/.test(lines[0]);
   const root = el(ordered ? "ol" : "ul", ordered
     ? { start: parseInt(lines[0].trim(), 10) } : null);
   for (let i = 0; i < lines.length;) {
     const own = [lines[i].replace(/^\s*([-*+]|\d{1,9}[.)])\s+/, "")], inner = [];
     for (i++; i < lines.length && deep(lines[i]) > base; i++) {
-      if (inner.length || /^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i])) inner.push(lines[i]);
+      if (inner.length || item.test(lines[i])) inner.push(lines[i]);
       else own.push(lines[i].trim());
     }
     root.append(el("li", null, inline(own.join("\n")),
@@ -11454,7 +11468,8 @@ function render(node, text) {
 }
 
 /* --- word diff: [same | less | more, text] --- */
-function words(text) { return text.match(/\s+|[\p{L}\p{N}_'’]+|[^\s\p{L}\p{N}_]/gu) || []; }
+const WORDS = /\s+|[\p{L}\p{N}_'’]+|[^\s\p{L}\p{N}_]/gu;
+const words = (text) => text.match(WORDS) || [];
 function wordDiff(a, b) {
   const x = words(a), y = words(b), out = [];
   const put = (kind, part) => {
@@ -11510,9 +11525,9 @@ function cacheLine(cache) {
   if (!cache) return el("div", { class: "cacheline", text: "no figures came with it" });
   return el("div", { class: "cacheline", "data-ask": cache.ask },
     meter(cache.reused_tokens, cache.computed_tokens),
-    el("div", { class: "fig" }, el("b", { class: "green",
-      text: num(cache.reused_tokens) }), ` of ${num(cache.prompt_tokens)} tokens in reused, `,
-    el("b", { class: "clay", text: num(cache.computed_tokens) }),
+    el("div", { class: "fig" }, el("b", { text: num(cache.prompt_tokens) }),
+      " tokens in, ", el("b", { class: "green", text: num(cache.reused_tokens) }),
+      " reused, ", el("b", { class: "clay", text: num(cache.computed_tokens) }),
     " computed; first token ", el("b", { text: ms(cache.ttft_ms) }), ", whole turn ",
     el("b", { text: ms(cache.total_ms) })),
     el("div", null, `${cache.mode}, ${SOURCES[cache.source] || cache.source}: `
@@ -11613,16 +11628,6 @@ const setMode = (name) => {
   document.querySelector(`[name=mode][value=${name}]`).checked = true;
   $("hint").textContent = HINTS[name];
 };
-function replyBody(part, busy) {
-  const box = el("div");
-  if (part.thinking) {
-    box.append(el("details", { class: "thought", open: busy && !part.text },
-      el("summary", { text: "Thinking" }), el("div", { text: part.thinking })));
-  }
-  const prose = el("div", { class: "said prose" });
-  box.append(prose);
-  return [box, prose];
-}
 class View {
   constructor(message, talk, index) {
     Object.assign(this, { message, talk, index, drawn: {} });
@@ -11709,9 +11714,9 @@ class View {
       const foot = part.error ? el("div", { class: "trouble", text: part.error })
         : part.cache ? cacheLine(part.cache)
           : part.stopped ? el("div", { class: "cacheline", text: "stopped" })
-            : busy && !part.text ? el("div", { class: "wait", text: part.state || "…" })
-              : null;
-      if (foot || slot.foot.firstChild) slot.foot.replaceChildren(...foot ? [foot] : []);
+            : busy && part.state && !part.text
+              ? el("div", { class: "wait", text: part.state }) : "";
+      slot.foot.replaceChildren(foot);
     });
     if (message.verdict) this.tail.replaceChildren(verdict(message));
   }
@@ -11794,7 +11799,8 @@ async function stream(part, body, message, signal) {
       if (event.error) throw new Refused(0, event.error.message);
       const progress = event.prompt_progress;
       if (progress) {
-        part.state = `reading ${num(progress.processed)} of ${num(progress.total)} tokens`;
+        part.state = `reading ${num(progress.processed)} of `
+          + `${num(progress.total)} tokens`;
       }
       const note = event.toki;
       if (note && note.waiting_for) {
@@ -11831,10 +11837,10 @@ async function reply(talk) {
   const seed = how === "compare" ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1
     : undefined;
   try {
-    if (how !== "compare") {
-      await stream(message, request(talk, upTo, how, seed), message, signal);
-    } else if (await stream(message.raw, request(talk, upTo, "raw", seed), message, signal)
-        && await stream(message, request(talk, upTo, "cached", seed), message, signal)) {
+    const run = (part, name) =>
+      stream(part, request(talk, upTo, name, seed), message, signal);
+    if (how !== "compare") await run(message, how);
+    else if (await run(message.raw, "raw") && await run(message, "cached")) {
       message.verdict = await ask("/toki/diff",
         { body: { a: message.raw.text, b: message.text } });
     }
@@ -11849,7 +11855,8 @@ async function reply(talk) {
   say(message.error || (c ? `Reply complete. ${num(c.reused_tokens)} of `
     + `${num(c.prompt_tokens)} tokens reused.` : "Reply stopped."));
 }
-const nearEnd = (place) => $("scroll").scrollHeight - place - $("scroll").clientHeight < 400;
+const nearEnd = (place) =>
+  $("scroll").scrollHeight - place - $("scroll").clientHeight < 400;
 async function loadModels() {
   try {
     const found = (await ask("/v1/models")).data.map((m) => m.id);
@@ -11904,8 +11911,9 @@ async function look() {
 function drawFigures() {
   const c = state.counters, rate = state.rates.prefill_ms_per_token;
   const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
-  const rows = [[c.prompt_tokens ? `${share.toFixed(share > 99 || share < 10 ? 1 : 0)} %`
-    : "none yet", "of prompt tokens were reused"],
+  const digits = share > 99 || share < 10 ? 1 : 0;
+  const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
+    "of prompt tokens were reused"],
   [num(c.reused_tokens), "tokens not computed again"],
   [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
   [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
@@ -11923,47 +11931,55 @@ function drawForest() {
   const walk = (run, parent) => {
     const first = list.length, me = { run, parent, ends: [] };
     runs.push(me);
-    for (const name of run.holders) { me.ends.push(list.length); list.push({ name, me }); }
+    for (const name of run.holders) me.ends.push(list.push({ name, me }) - 1);
     for (const child of run.children) walk(child, me);
     me.y = ((first + list.length) / 2) * ROW;
     me.count = list.length - first;
   };
   for (const run of state.forest) walk(run, null);
-  const idle = state.slots.filter((s) => !list.some((x) => x.name === `slot ${s.slot}`));
+  const idle = state.slots.filter((s) =>
+    !list.some((x) => x.name === `slot ${s.slot}`));
   const key = JSON.stringify([state.forest, state.slots.map((s) => [s.busy, s.tokens]),
     [...snaps.values()].map((s) => [s.id, s.pinned, s.label, s.uses]),
     $("forest").clientWidth]);
   const shared = runs.filter((r) => r.count > 1).reduce((n, r) => n + r.run.tokens
     * (r.count - 1), 0);
-  $("forest-say").textContent = list.length ? `${many(list.filter((x) =>
-    slots.has(x.name)).length, "slot")} and ${many(snaps.size, "snapshot")} `
-    + (state.shelf.on ? `(${bytes(state.shelf.disk)} of ${bytes(state.shelf.budget)}). `
-      : "(the shelf is off). ") + (shared ? `${num(shared)} tokens are drawn once instead `
-      + "of again for everybody who shares them." : "") : "Nothing yet.";
+  const busy = many(list.filter((x) => slots.has(x.name)).length, "slot");
+  const shelf = state.shelf.on
+    ? `${bytes(state.shelf.disk)} of ${bytes(state.shelf.budget)}` : "the shelf is off";
+  const once = shared ? " What they share is drawn once:"
+    + ` ${num(shared)} tokens that nobody has to read again.` : "";
+  $("forest-say").textContent = list.length
+    ? `${busy} and ${many(snaps.size, "snapshot")} (${shelf}).${once}` : "Nothing yet.";
   if (drawForest.key === key) return;
   drawForest.key = key;
   const wide = Math.max(90, $("forest").clientWidth - 16);
   const w = Math.round(wide > 700 ? wide - 352 : wide * 0.41), high = list.length * ROW;
   const most = Math.max(1, ...runs.map((r) => r.run.from + r.run.tokens));
-  const x = (t) => 4 + (w - 16) * Math.pow(t / most, 0.62);
+  for (const r of runs) {      // no run is too short to be seen
+    const at = (t) => Math.pow(t / most, 0.62) * w;
+    r.x0 = r.parent ? r.parent.x1 : 0;
+    r.x1 = Math.max(at(r.run.from + r.run.tokens), r.x0 + (r.parent ? 44 : 20));
+  }
+  const fit = (w - 34) / Math.max(1, ...runs.map((r) => r.x1));
   const lines = [], dots = [], texts = [];
   for (const r of runs) {
-    const from = r.run.from, end = from + r.run.tokens, common = r.count > 1;
-    const x0 = x(from), x1 = Math.max(x(end), x0 + 3), thick = common
-      ? Math.min(22, 5 + 3 * r.count) : 5;
+    const common = r.count > 1, x0 = 12 + r.x0 * fit, x1 = 12 + r.x1 * fit;
+    const thick = common ? Math.min(22, 5 + 3 * r.count) : 5;
     const target = common ? r.y : (r.ends[0] + 0.5) * ROW;
-    const bend = r.parent ? Math.min(40, (x1 - x0) * 0.6) : 0;
+    const bend = r.parent ? Math.min(44, x1 - x0 - 2) : 0;
     const d = r.parent && r.parent.y !== target
-      ? `M${x0} ${r.parent.y}C${x0 + bend * 0.6} ${r.parent.y} ${x0 + bend * 0.4} `
+      ? `M${x0} ${r.parent.y}C${x0 + bend * 0.55} ${r.parent.y} ${x0 + bend * 0.45} `
         + `${target} ${x0 + bend} ${target}H${x1}` : `M${x0} ${target}H${x1}`;
     lines.unshift(svg("path", { d, fill: "none", "stroke-width": thick,
       "stroke-linecap": "round", stroke: common ? "var(--reuse)" : "var(--edge)" }));
     if (common) {
       for (const row of r.ends) {
         const y = (row + 0.5) * ROW;
-        lines.push(svg("path", { d: `M${x1} ${r.y}Q${x1} ${y} ${x1 + 12} ${y}`,
-          fill: "none", stroke: "var(--reuse)", "stroke-width": 3 }));
-        dots.push([list[row].name, x1 + 12, y]);
+        lines.unshift(svg("path", { fill: "none", stroke: "var(--reuse)",
+          "stroke-width": 3, d: `M${x1 - 2} ${r.y}C${x1 + 8} ${r.y} ${x1 + 2} ${y} `
+            + `${x1 + 14} ${y}` }));
+        dots.push([list[row].name, x1 + 14, y]);
       }
     } else for (const row of r.ends) dots.push([list[row].name, x1, (row + 0.5) * ROW]);
     if (!common && r.ends.length > 1) continue;
@@ -11971,7 +11987,7 @@ function drawForest() {
     if (room > (common ? 90 : 52)) {
       texts.push(svg("text", { x: x0 + bend + 6, y: target - thick / 2 - 5,
         class: common ? "loud" : null,
-        text: common ? `${num(r.run.tokens)} shared by ${r.count}` : num(r.run.tokens) }));
+        text: num(r.run.tokens) + (common ? ` shared by ${r.count}` : "") }));
     }
   }
   const marks = dots.map(([name, cx, cy]) => slots.has(name)
@@ -11979,11 +11995,11 @@ function drawForest() {
       fill: slots.get(name).busy ? "var(--compute)" : "var(--reuse)" })
     : svg("rect", { x: cx - 6, y: cy - 6, width: 12, height: 12, rx: 2,
       stroke: "var(--paper)", "stroke-width": 2, fill: "var(--move)" }));
+  const forks = runs.filter((r) => r.count > 1);
   const picture = svg("svg", { viewBox: `0 0 ${w} ${Math.max(1, high)}`, width: w,
-    height: Math.max(1, high), role: "img", "aria-label": runs.filter((r) => r.count > 1)
-      .map((r) => `${num(r.run.tokens)} tokens shared by ${r.count} holders`).join("; ")
-      || "no shared beginnings", "data-forks": runs.filter((r) => r.count > 1).length },
-  lines, texts, marks);
+    height: Math.max(1, high), role: "img", "data-forks": forks.length,
+    "aria-label": forks.map((r) => `${num(r.run.tokens)} tokens shared by ${r.count} `
+      + "holders").join("; ") || "no shared beginnings" }, lines, texts, marks);
   const holders = list.map(({ name }) => slots.has(name) ? slotRow(slots.get(name))
     : snaps.has(name) ? snapRow(snaps.get(name)) : el("li", { text: name }));
   $("forest").replaceChildren(picture, el("ul", { "aria-label": "Holders" }, holders));
@@ -11999,16 +12015,16 @@ function slotRow(s) {
         : "being saved" : age(s.idle_s)}` })));
 }
 function snapRow(s) {
-  const verb = (word, name, text) => el("button", { class: "small", text,
-    "aria-label": `${text} snapshot ${s.id}`, onclick: () => act(word, { ref: String(s.id) },
-      name) });
+  const verb = (word, text) => el("button", { class: "small", text,
+    "aria-label": `${text} ${s.label || s.sort}, ${many(s.size, "token")}`,
+    onclick: () => act(word, { ref: String(s.id) }) });
   return el("li", null, el("span", { class: "mark snap" }),
-    el("div", null, `${s.label || "Snapshot " + s.id}${s.pinned ? ", pinned" : ""}`,
-      el("p", { class: "fig", text: `${s.sort}, ${many(s.size, "token")}, `
+    el("div", null, (s.label || `${s.sort[0].toUpperCase()}${s.sort.slice(1)} snapshot`)
+      + (s.pinned ? ", pinned" : ""),
+      el("p", { class: "fig", text: `${many(s.size, "token")}, `
         + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
           : "unused yet"}` })),
-    verb(s.pinned ? "unpin" : "pin", "pinned", s.pinned ? "Unpin" : "Pin"),
-    verb("drop", "dropped", "Drop"));
+    verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
   try {
@@ -12023,7 +12039,8 @@ async function act(verb, body) {
 async function warm() {
   $("w-text").value = here.system || "";
   if (!await asked($("warming"))) return;
-  await act("warm", { ask: { messages: [{ role: "system", content: $("w-text").value }] } });
+  const messages = [{ role: "system", content: $("w-text").value }];
+  await act("warm", { ask: { messages } });
 }
 
 /* --- cache view: timeline --- */
@@ -12056,7 +12073,9 @@ function heard(event) {
     }
   } else if (event.event === "done") {
     for (const [slot, one] of live) if (one.ask === event.ask) live.delete(slot);
-    if (state && !state.recent.some((r) => r.ask === event.ask)) state.recent.push(event);
+    if (state && !state.recent.some((r) => r.ask === event.ask)) {
+      state.recent.push(event);
+    }
   } else if (event.event === "engine") live.clear();
   if (event.event !== "prefill" && event.event !== "beat" && !stale) {
     stale = setTimeout(() => { stale = null; look(); }, 150);
@@ -12133,10 +12152,11 @@ function drawAsks() {
   const held = document.activeElement?.dataset?.pick;
   $("asks").replaceChildren(...rows.map((r) => el("tr",
     { "data-here": r.ask === chosen },
-    el("td", null, el("button", { class: "small fig", text: `${r.ask}`, "data-pick": r.ask,
-      "aria-label": `Why ask ${r.ask}`,
+    el("td", null, el("button", { class: "small fig", text: `${r.ask}`,
+      "data-pick": r.ask, "aria-label": `Why ask ${r.ask}`,
       onclick: () => { location.hash = `#cache/${r.ask}`; } })),
-    el("td", { text: new Date(r.at * 1000).toLocaleTimeString() }),
+    el("td", { text: new Date(r.at * 1000).toLocaleTimeString([],
+      { hour12: false }) }),
     el("td", { text: r.status === "ok" ? r.mode : r.status }),
     el("td", null, r.prompt_tokens === null ? "" : meter(r.reused_tokens,
       r.computed_tokens)),
@@ -12154,7 +12174,7 @@ function drawAsks() {
 async function showWhy(number) {
   chosen = number;
   $("why").hidden = false;
-  $("why").replaceChildren(el("p", { class: "soft", text: `Looking at ask ${number}` }));
+  $("why").replaceChildren(el("p", { class: "soft", text: `Reading ask ${number}` }));
   let w = null;
   try { w = await ask(`/toki/why/${number}`); } catch (error) {
     if (chosen === number) {
@@ -12169,7 +12189,8 @@ async function showWhy(number) {
     ? [] : [el("dt", { text: name }), el("dd", { text: value })];
   const like = w.like_ask > 0 ? `ask ${w.like_ask}, until token ${num(
     w.first_differing_token)}, in ${w.section}` : "";
-  const parts = [el("h3", { text: `Ask ${number}: ${w.class}` }), el("dl", null,
+  const parts = [el("h3", { text: `Ask ${number}`
+    + (w.class === "none" ? "" : `: ${w.class}`) }), el("dl", null,
     pair("Reused", `${num(w.reused_tokens)} of ${num(w.prompt_tokens)} tokens`),
     pair("Decided", w.plan), pair("Most like", like),
     pair("Lost", w.lost_tokens_estimate ? `~${many(w.lost_tokens_estimate, "token")}`
@@ -12179,8 +12200,10 @@ async function showWhy(number) {
   if (w.mine || w.theirs) {
     const diff = wordDiff(w.theirs, w.mine);
     const box = (name, kind) => el("div", null, el("h3", { class: "soft", text: name }),
-      el("pre", { tabindex: "0" }, marked(diff, kind)));
-    parts.push(el("div", { class: "texts" }, box("Before", "less"), box("Now", "more")));
+      el("pre", { tabindex: "0" }, (kind === "less" ? w.theirs : w.mine)
+        ? marked(diff, kind) : "(nothing: it ended there)"));
+    parts.push(el("div", { class: "texts" }, box("Before", "less"),
+      box("Now", "more")));
   }
   parts.push(el("button", { class: "small", text: "Close", onclick: () => {
     location.hash = "#cache"; } }));
@@ -12235,7 +12258,10 @@ $("box").addEventListener("keydown", (event) => {
     $("composer").requestSubmit();
   }
 });
-$("stop").addEventListener("click", () => { running?.abort.abort(); $("box").focus(); });
+$("stop").addEventListener("click", () => {
+  running?.abort.abort();
+  $("box").focus();
+});
 $("modes").addEventListener("change", () => setMode(mode()));
 $("model").addEventListener("change", () => keep("toki.model", $("model").value));
 $("new").addEventListener("click", startNew);
@@ -12275,8 +12301,9 @@ document.addEventListener("keydown", (event) => {
       || document.querySelector("dialog[open]")
       || /^(input|textarea|select)$/i.test(event.target.tagName)
       && event.target.type !== "radio") return;
-  const keys = { "/": () => { location.hash = "#chat"; setTimeout(() => $("box").focus()); },
-    n: startNew, c: () => { location.hash = "#chat"; }, m: () => { location.hash = "#cache"; },
+  const go = (view) => () => { location.hash = view; };
+  const keys = { "/": () => { go("#chat")(); setTimeout(() => $("box").focus()); },
+    n: startNew, c: go("#chat"), m: go("#cache"),
     1: () => setMode("cached"), 2: () => setMode("raw"), 3: () => setMode("compare"),
     t: () => theme(true), "?": () => asked($("help")) };
   if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
@@ -12298,8 +12325,8 @@ loadModels();
 
 # ============================================================================
 # 0. WEB - a second door to a running daemon, with TLS, for browsers.
-#    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.  offers: Front,
-#    tls_context, serve_web.
+#    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
+#    offers: Front, tls_context, serve_web, run_web.
 #
 #    The door has the gateway's own rules (host, origin, token, routes) and passes on
 #    what they let in; the daemon then applies its own.  Bound to an address that others
@@ -12389,10 +12416,28 @@ def tls_context(cert: str, key: str = "") -> ssl.SSLContext:
     return context
 
 
+def run_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
+            say: Callable[[str], None], tls: Optional[ssl.SSLContext] = None,
+            page_file: str = "") -> None:
+    "Serve, show the page and wait for Ctrl-C (or a signal that ends programs)."
+    stop = threading.Event()
+    edges.proc.on_signal(("SIGINT", "SIGTERM", "SIGHUP"), stop.set)
+    server, url = serve_web(config, where, edges, behind, page, tls, page_file)
+    say(f"toki's page: {url}, until Ctrl-C")
+    _show(url, where, edges, say)
+    while not stop.wait(0.5):
+        pass
+    server.shutdown()
+    server.server_close()
+    edges.disk.remove(where.file("open.html"))
+
+
 def serve_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
-              tls: Optional[ssl.SSLContext] = None, page_file: str = "",
-              say: Callable[[str], None] = print) -> FastServer:
-    "Start the second door on config.host and config.port; raises UsageError."
+              tls: Optional[ssl.SSLContext] = None, page_file: str = "") -> tuple:
+    """(server, its URL): the second door, open on config.host and config.port.
+
+    `behind` is the daemon's (host, port).  Raises UsageError for an address or port
+    that cannot be served."""
     token = local_token(edges, where, create=False)
     if not is_loopback(config.host):
         if tls is None and not config.allow_plain:
@@ -12414,16 +12459,13 @@ def serve_web(config: Config, where: Places, edges: Edges, behind: tuple, page: 
                      kwargs={"poll_interval": 0.05}, daemon=True).start()
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http{'s' if tls else ''}://{host}:{server.server_port}/"
-    say(f"toki's page: {url}")
-    _show(url, token, where, edges, say)
-    return server
+    return server, url
 
 
-def _show(url: str, token: str, where: Places, edges: Edges,
-          say: Callable[[str], None]) -> None:
+def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> None:
     """Open the browser, on a terminal.  Arguments are visible to every user of the
     machine, so the token reaches it through a file that only its owner can read."""
-    path = where.file("open.html")
+    path, token = where.file("open.html"), local_token(edges, where, create=False)
     if edges.term.is_tty() and token:
         target = url + "#token=" + urllib.parse.quote(token)
         edges.disk.write(path, (
@@ -12693,18 +12735,10 @@ def cmd_web(c: Context) -> int:
         raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
                          "`toki up` starts one")
     tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
-    stop = threading.Event()
-    c.edges.proc.on_signal(("SIGINT", "SIGTERM", "SIGHUP"), stop.set)
     start_logging(c.edges, None, c.config.log_level)
-    server = serve_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges,
-                       behind, PAGE, tls, c.ns.page and c.edges.disk.absolute(
-                           c.ns.page), c.say)
-    c.say("Ctrl-C ends it")
-    while not stop.wait(0.5):
-        pass
-    server.shutdown()
-    server.server_close()
-    c.edges.disk.remove(c.where.file("open.html"))
+    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
+    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
+            PAGE, c.say, tls, page_file)
     return 0
 
 
