@@ -10759,6 +10759,7 @@ input, select, textarea {
 .talks li[data-here] { background: var(--card); box-shadow: 0 0 0 1px var(--line); }
 .foot { display: flex; flex-wrap: wrap; gap: 0.1rem; align-items: center;
   border-top: 1px solid var(--line); padding-top: 0.6rem; }
+.foot button { padding: 0.1rem 0.45rem; }
 .foot p { width: 100%; padding: 0 0.5rem 0.35rem; font-size: 0.8125rem;
   overflow-wrap: anywhere; }
 .dot { display: inline-block; width: 0.55rem; height: 0.55rem; border-radius: 50%;
@@ -10768,7 +10769,8 @@ input, select, textarea {
 
 /* --- chat --- */
 main { min-width: 0; height: 100dvh; }
-#chat { display: grid; grid-template-rows: auto minmax(0, 1fr) auto; height: 100%; }
+#chat { display: grid; grid-template-columns: minmax(0, 1fr);
+  grid-template-rows: auto minmax(0, 1fr) auto; height: 100%; }
 .bar { display: flex; gap: 0.5rem; align-items: center; padding: 0.8rem 1.5rem;
   border-bottom: 1px solid var(--line); }
 .bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
@@ -10894,7 +10896,8 @@ ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none;
 .forest ul { list-style: none; margin: 0; padding: 0; }
 .forest li { height: 3.25rem; display: flex; align-items: center; gap: 0.6rem;
   border-bottom: 1px solid var(--line); }
-.forest li > div { flex: 1; min-width: 0; line-height: 1.3; }
+.forest li > div { flex: 1; min-width: 0; line-height: 1.3; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
 .forest li p { font-size: 0.8125rem; color: var(--soft); overflow: hidden;
   text-overflow: ellipsis; white-space: nowrap; }
 .mark { width: 0.75rem; height: 0.75rem; border-radius: 50%; flex: none;
@@ -10969,7 +10972,7 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   .bar { padding: 0.5rem 0.9rem; } .bar select { max-width: 8rem; }
   #scroll { padding: 1rem 0.9rem; } .dock { padding: 0 0.6rem 0.6rem; }
   .pair, .texts { grid-template-columns: minmax(0, 1fr); }
-  #hint { display: none; } .composer .row > :last-child { margin-left: auto; }
+  #hint { display: none; } #send, #stop { margin-left: auto; }
   #cache { padding: 1.1rem 0.9rem 3rem; }
   .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
   .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
@@ -11947,8 +11950,7 @@ function drawForest() {
   const busy = many(list.filter((x) => slots.has(x.name)).length, "slot");
   const shelf = state.shelf.on
     ? `${bytes(state.shelf.disk)} of ${bytes(state.shelf.budget)}` : "the shelf is off";
-  const once = shared ? " What they share is drawn once:"
-    + ` ${num(shared)} tokens that nobody has to read again.` : "";
+  const once = shared ? ` ${num(shared)} tokens are the same again, drawn once.` : "";
   $("forest-say").textContent = list.length
     ? `${busy} and ${many(snaps.size, "snapshot")} (${shelf}).${once}` : "Nothing yet.";
   if (drawForest.key === key) return;
@@ -11959,7 +11961,7 @@ function drawForest() {
   for (const r of runs) {      // no run is too short to be seen
     const at = (t) => Math.pow(t / most, 0.62) * w;
     r.x0 = r.parent ? r.parent.x1 : 0;
-    r.x1 = Math.max(at(r.run.from + r.run.tokens), r.x0 + (r.parent ? 44 : 20));
+    r.x1 = Math.max(at(r.run.from + r.run.tokens), r.x0 + Math.min(44, w / 9));
   }
   const fit = (w - 34) / Math.max(1, ...runs.map((r) => r.x1));
   const lines = [], dots = [], texts = [];
@@ -12019,7 +12021,7 @@ function snapRow(s) {
     "aria-label": `${text} ${s.label || s.sort}, ${many(s.size, "token")}`,
     onclick: () => act(word, { ref: String(s.id) }) });
   return el("li", null, el("span", { class: "mark snap" }),
-    el("div", null, (s.label || `${s.sort[0].toUpperCase()}${s.sort.slice(1)} snapshot`)
+    el("div", null, (s.label || `Saved ${s.sort}`)
       + (s.pinned ? ", pinned" : ""),
       el("p", { class: "fig", text: `${many(s.size, "token")}, `
         + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
@@ -12081,7 +12083,7 @@ function heard(event) {
     stale = setTimeout(() => { stale = null; look(); }, 150);
   }
 }
-const PHASES = [["waiting", "var(--line)"], ["moving state", "var(--move)"],
+const PHASES = [["waiting", "var(--line)"], ["heads and moves", "var(--move)"],
   ["prefill", "var(--compute)"], ["decode", "var(--decode)"]];
 $("legend").append(...PHASES.map(([name, colour]) => {
   const swatch = el("i");
@@ -12234,9 +12236,10 @@ function theme(next) {
   const now = Math.max(0, THEMES.indexOf(kept("toki.theme") || THEMES[0]));
   const name = THEMES[next ? (now + 1) % 3 : now];
   document.documentElement.style.setProperty("color-scheme", name);
-  $("theme").textContent = { "light dark": "Theme: system", light: "Theme: light",
-    dark: "Theme: dark" }[name];
-  if (next) keep("toki.theme", name);
+  const words = `Theme: ${name === THEMES[0] ? "as the system" : name}`;
+  $("theme").title = words;
+  $("theme").setAttribute("aria-label", words);
+  if (next) { keep("toki.theme", name); say(words); }
 }
 function grow() {
   const box = $("box");
