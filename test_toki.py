@@ -5275,9 +5275,11 @@ class Page(Case):
         c = Client(self.daemon(fake))
         head = {"role": "system", "content": "the same head " * 80}
         fake.hold("decode")                  # so that both need a slot of their own
-        for text in ("one question", "another thing altogether"):
-            self.addCleanup(c.open_stream("", messages=[
-                head, {"role": "user", "content": text}]).close)
+        asks = [threading.Thread(target=c.chat, args=([
+            head, {"role": "user", "content": text}],))
+            for text in ("one question", "another thing altogether")]
+        for ask in asks:
+            ask.start()
         self.until(lambda: fake.frozen == 2, "both run")
         state = c.json("GET", "/toki/state")
         trunk, = state["forest"]
@@ -5285,6 +5287,8 @@ class Page(Case):
         self.assertEqual(sorted(n for run in trunk["children"] for n in run["holders"]),
                          ["slot 0", "slot 1"])
         fake.release()
+        for ask in asks:
+            ask.join()
         self.assertNotIn("same head", json.dumps(state))
 
     def test_bound_elsewhere_the_page_alone_is_open(self):

@@ -2343,9 +2343,9 @@ ANTHROPIC = Dialect(anthropic_to_chat, AnthropicStream, anthropic_reply,
 # ============================================================================
 # 10. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap,
-#    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
-#    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
-#    MOVE_FIXED_MS.
+#    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn,
+#    Shelved, Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT,
+#    verdict, Rates, MOVE_FIXED_MS.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
