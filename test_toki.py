@@ -6523,6 +6523,14 @@ class RealPage(Case):
         self.assertRegex(label, r"\d{3} tokens shared by \d holders")
         self.assertRegex(b.js("return document.getElementById('forest').innerText"),
                          r"Slot \d\s+\d+ tokens")
+        b.js("window.n = state.shelf.snapshots.filter((x) => x.pinned).length; "
+             "[...document.querySelectorAll('#forest button')].find((x) => "
+             "x.textContent === 'Pin').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n")
+        b.js("document.getElementById('warm').click(); "
+             "document.getElementById('w-text').value = 'Warm words. '.repeat(60)")
+        b.js("document.querySelector('#warming .main').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n + 1")
         changed = dict(head, content="twenty".join(head["content"].rsplit("two", 5)))
         c.chat([changed, {"role": "user", "content": "Look for bugs in the parser."}])
         b.until("document.querySelectorAll('#lanes rect[data-ask]').length > 4")

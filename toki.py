@@ -11533,8 +11533,8 @@ function cacheLine(cache) {
       " reused, ", el("b", { class: "clay", text: num(cache.computed_tokens) }),
     " computed; first token ", el("b", { text: ms(cache.ttft_ms) }), ", whole turn ",
     el("b", { text: ms(cache.total_ms) })),
-    el("div", null, `${cache.mode}, ${SOURCES[cache.source] || cache.source}: `
-      + cache.why, " ",
+    el("div", null, cache.mode === "raw" ? cache.why
+      : `${cache.mode}, ${SOURCES[cache.source] || cache.source}: ${cache.why}`, " ",
     el("button", { type: "button", text: `ask ${cache.ask}`,
       "aria-label": `Why ask ${cache.ask}`,
       onclick: () => { location.hash = `#cache/${cache.ask}`; } })));
@@ -11920,7 +11920,7 @@ function drawFigures() {
   [num(c.reused_tokens), "tokens not computed again"],
   [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
   [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
-    `efficiency: asked for over computed, in ${many(c.asks, "ask")}`]];
+    `less to compute, over ${many(c.asks, "ask")}`]];
   $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
     el("b", { class: "fig", text: figure }), el("span", { text }))));
 }
@@ -11932,12 +11932,16 @@ function drawForest() {
   for (const s of state.slots) slots.set(`slot ${s.slot}`, s);
   for (const s of state.shelf.snapshots) snaps.set(`snap ${s.id}`, s);
   const walk = (run, parent) => {
-    const first = list.length, me = { run, parent, ends: [] };
+    const first = list.length, me = { run, parent, ends: [], kids: [] };
     runs.push(me);
     for (const name of run.holders) me.ends.push(list.push({ name, me }) - 1);
-    for (const child of run.children) walk(child, me);
-    me.y = ((first + list.length) / 2) * ROW;
+    for (const child of run.children) me.kids.push(walk(child, me));
     me.count = list.length - first;
+    /* The run that most share goes on straight; the others branch off. */
+    const main = me.kids.sort((a, b) => b.count - a.count
+      || b.run.tokens - a.run.tokens)[0];
+    me.y = main ? main.y : ((first + list.length) / 2) * ROW;
+    return me;
   };
   for (const run of state.forest) walk(run, null);
   const idle = state.slots.filter((s) =>
@@ -11967,8 +11971,8 @@ function drawForest() {
   const lines = [], dots = [], texts = [];
   for (const r of runs) {
     const common = r.count > 1, x0 = 12 + r.x0 * fit, x1 = 12 + r.x1 * fit;
-    const thick = common ? Math.min(22, 5 + 3 * r.count) : 5;
-    const target = common ? r.y : (r.ends[0] + 0.5) * ROW;
+    const thick = common ? Math.min(w < 300 ? 12 : 22, 5 + 3 * r.count) : 5;
+    const target = r.y;
     const bend = r.parent ? Math.min(44, x1 - x0 - 2) : 0;
     const d = r.parent && r.parent.y !== target
       ? `M${x0} ${r.parent.y}C${x0 + bend * 0.55} ${r.parent.y} ${x0 + bend * 0.45} `
