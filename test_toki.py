@@ -120,7 +120,7 @@ class Case(unittest.TestCase):
         return engine
 
     def daemon(self, engine, wait=True, edges=toki.REAL, plan=None, kind=None,
-               sole=False, **settings):
+               sole=False, page="", **settings):
         """A daemon of this process in front of an engine; engine may be a URL.
 
         `kind`: the memory kind, as a readable header would tell it; `sole`: nobody
@@ -128,8 +128,8 @@ class Case(unittest.TestCase):
         where = toki.places({}, settings.pop("state", None) or self.folder())
         url = engine if isinstance(engine, str) else engine.url
         config = toki.load_config({k: str(v) for k, v in settings.items()}, {}).but(port=0)
-        daemon = toki.Daemon(config, where, edges,
-                             toki.Engine(url, settings.get("engine_key", ""), edges), plan)
+        daemon = toki.Daemon(config, where, edges, toki.Engine(
+            url, settings.get("engine_key", ""), edges), plan, page)
         if kind:
             window = getattr(engine, "window", 128) if "window" in kind else 0
             daemon.engine.facts = toki.ModelFacts(
@@ -704,6 +704,7 @@ class FakeEngine:
         self.n_batch, self.slots_endpoint = n_batch, slots_endpoint
         self.loading, self.model = loading, model
         self.embeddings, self.reasoning, self.template = embeddings, reasoning, template
+        self.speech = ""                    # what every reply says, if not words
         self.n_swa = window if kind == "window" and not swa_full else 0
         self.cells = min(n_ctx, -(-(window + N_UBATCH) // 256) * 256)
         self.checkpointing = kind == "append-only" or self.n_swa > 0
@@ -966,7 +967,8 @@ class FakeEngine:
         seen = hashlib.blake2b(array.array("I", slot.tokens).tobytes(), digest_size=8,
                                salt=b"damaged" if slot.damaged else b"")
         limit = ask.limit if ask.limit >= 0 else DEFAULT_REPLY
-        forced = iter(tokenize(ask.call.text, False) + [EOS]) if ask.call else None
+        speech = ask.call.text if ask.call else self.speech
+        forced = iter(tokenize(speech, False) + [EOS]) if speech else None
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         text, sent = "", 0  # all that was said; how much of it was shown
         while True:
@@ -1758,6 +1760,7 @@ class House(Case):
                  "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
                  "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
                  "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
+                 "FEED": {"threading"}, "PAGE": set(), "WEB": {"os", "threading"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
                  "DOCTOR": set(), "COMMANDS": {"os"}, "SCREEN": set(),
                  "CHAT": {"threading"}, "TOP": {"threading"}, "LAUNCHER": {"threading"}}
@@ -5976,6 +5979,358 @@ class Terminal(Case):
         t.check_usable(0)
 
 
+# ============================================================================
+# PICTURE, FEED, PAGE, WEB
+# ============================================================================
+class Picture(Case):
+    def test_shared_beginnings_are_drawn_once(self):
+        base = tokens(*range(100))
+        forest = toki.prefix_forest([
+            toki.Held("slot 0", base + tokens(7, 8)), toki.Held("snap 1", base),
+            toki.Held("slot 1", base + tokens(7, 9, 9)), toki.Held("slot 2", tokens()),
+            toki.Held("snap 2", base), toki.Held("slot 3", tokens(500))])
+        trunk, = [r for r in forest if r["tokens"] == 100]
+        self.assertEqual(trunk["holders"], ["snap 1", "snap 2"])
+        fork, = trunk["children"]
+        self.assertEqual((fork["from"], fork["tokens"], fork["holders"]), (100, 1, []))
+        self.assertEqual(sorted((r["from"], r["tokens"], r["holders"])
+                                for r in fork["children"]),
+                         [(101, 1, ["slot 0"]), (101, 2, ["slot 1"])])
+        self.assertEqual([r["holders"] for r in forest if r is not trunk], [["slot 3"]])
+
+    def test_against_pairwise_comparison(self):
+        "Thousands of random holders: paths add up, and forks stand where pairs part."
+        seed = random.randrange(1 << 30)
+        rnd = random.Random(seed)
+        for _ in range(400):
+            held = [toki.Held(str(i), tokens(*(rnd.randrange(2) << 24 | rnd.randrange(2)
+                                               for _ in range(rnd.randrange(9)))))
+                    for i in range(rnd.randrange(9))]
+            paths = {}
+
+            def walk(runs, above):
+                for run in runs:
+                    self.assertGreater(run["tokens"], 0, seed)
+                    self.assertEqual(run["from"], sum(r["tokens"] for r in above), seed)
+                    for name in run["holders"]:
+                        paths[name] = [*above, run]
+                    walk(run["children"], [*above, run])
+            walk(toki.prefix_forest(held), [])
+            self.assertEqual(set(paths), {h.name for h in held if h.tokens}, seed)
+            for a, b in itertools.combinations([h for h in held if h.tokens], 2):
+                both = sum(r["tokens"] for r, q in zip(paths[a.name], paths[b.name])
+                           if r is q)
+                self.assertEqual(both, toki.common_prefix(a.tokens, b.tokens), seed)
+                self.assertEqual(sum(r["tokens"] for r in paths[a.name]), len(a.tokens))
+
+
+class FeedRoom(Case):
+    def test_slow_listeners_are_told_that_they_missed_something(self):
+        feed = toki.Feed(toki.REAL.clock)
+        slow = feed.listen()
+        for i in range(600):
+            feed.post({"event": "x", "i": i})
+        events = slow.take(0)
+        self.assertEqual((events[0], events[1]["i"], len(events)),
+                         ({"event": "missed", "events": 88}, 88, 513))
+        feed.leave(slow)
+        feed.post({"event": "x"})
+        self.assertEqual(slow.take(0), [])
+
+    def test_events_of_an_ask_come_in_order_without_text(self):
+        d = self.daemon(self.fake(n_ctx=4096))
+        c = Client(d)
+        conn = http.client.HTTPConnection(c.host, c.port, timeout=20)
+        self.addCleanup(conn.close)
+        conn.request("GET", "/toki/events", headers={"Authorization": f"Bearer {c.token}"})
+        reply = conn.getresponse()
+        self.assertEqual(reply.getheader("Content-Type"),
+                         "text/event-stream; charset=utf-8")
+        c.chat("a very private word " * 30)
+        seen = []
+        while not seen or seen[-1]["event"] != "done":
+            line = reply.readline()
+            self.assertNotIn(b"private", line)
+            if line.startswith(b"data: "):
+                seen.append(json.loads(line[6:]))
+        self.assertEqual([e["event"] for e in seen if e["event"] != "prefill"],
+                         ["hello", "start", "settled", "done"])
+        start, done = seen[1], seen[-1]
+        self.assertEqual(start["prompt_tokens"], done["prompt_tokens"])
+        self.assertTrue([e for e in seen if e["event"] == "prefill"])
+        for field in ("queued_ms", "moved_ms", "ttft_ms", "total_ms", "slot"):
+            self.assertIn(field, done)
+        conn.close()
+        self.until(lambda: not d.keeper.feed._listeners, "the listener is forgotten")
+
+    def test_events_need_the_token(self):
+        self.assertEqual(Client(self.daemon(self.fake())).http(
+            "GET", "/toki/events")[0], 401)
+
+
+def colours(page):
+    "{name: (light, dark)} of the page's colour variables."
+    return dict((n, (a, b or a)) for n, a, b in re.findall(
+        r"--([a-z-]+): (?:light-dark\()?(#[0-9a-f]{6})(?:, (#[0-9a-f]{6})\))?;", page))
+
+
+def contrast(a, b):
+    "WCAG 2 contrast of two #rrggbb colours."
+    def light(colour):
+        parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4
+                   for x in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+    x, y = sorted((light(a), light(b)))
+    return (y + 0.05) / (x + 0.05)
+
+
+class Page(Case):
+    def test_nothing_outside_and_under_100_kb(self):
+        page = toki.PAGE.replace("http://www.w3.org/2000/svg", "")
+        self.assertEqual(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", page), [])
+        self.assertLess(len(toki.PAGE.encode()), 100 << 10)
+        self.assertEqual(re.findall(r"<link[^>]+rel=\"(?!icon)|<script[^>]+src|@import",
+                                    page), [])
+
+    def test_no_markup_is_made_of_text_and_no_code_stands_in_attributes(self):
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write",
+                     "eval(", "new Function", "DOMParser", "createContextualFragment"):
+            self.assertNotIn(word, toki.PAGE)
+        self.assertIsNone(re.search(r"<[^>]+\s(on\w+|style)=", toki.PAGE))
+
+    def test_every_id_used_exists_once(self):
+        made = re.findall(r'\sid="([\w-]+)"', toki.PAGE)
+        self.assertEqual(len(made), len(set(made)))
+        used = set(re.findall(r'\$\("([\w-]+)"\)', toki.PAGE))
+        used |= {i for ids in re.findall(
+            r'(?:for|aria-labelledby|aria-controls)="([^"]+)"', toki.PAGE)
+            for i in ids.split()}
+        used |= {"p-" + n for n in ("temperature", "top_p", "max_tokens", "seed")}
+        self.assertEqual({u for u in used if u != "p-"} - set(made), set())
+
+    def test_contrast_in_both_themes(self):
+        found = colours(toki.PAGE)
+        pairs = [(text, ground) for ground in ("paper", "card", "sunk") for text in (
+            "ink", "soft", "reuse", "compute", "move")]
+        pairs += [("on-accent", "reuse"), ("reuse", "reuse-wash"), ("soft", "reuse-wash"),
+                  ("compute", "compute-wash"), ("ink", "compute-wash")]
+        for text, ground in pairs:
+            for theme in (0, 1):
+                ratio = contrast(found[text][theme], found[ground][theme])
+                self.assertGreaterEqual(ratio, 4.5, (text, ground, theme))
+        for mark in ("edge", "decode"):      # borders and areas of a picture
+            for theme in (0, 1):
+                self.assertGreaterEqual(contrast(found[mark][theme],
+                                                 found["paper"][theme]), 3, mark)
+
+    def test_the_script_parses(self):
+        node = shutil.which("node")
+        if not node:
+            self.skipTest("no node")
+        path = os.path.join(self.folder(), "page.js")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(re.search(r"<script>(.*)</script>", toki.PAGE, re.S).group(1))
+        done = subprocess.run([node, "--check", path], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_headers_allow_only_what_the_page_carries(self):
+        headers = toki.page_headers(toki.PAGE)
+        policy = headers["Content-Security-Policy"]
+        script = re.search(r"<script>(.*)</script>", toki.PAGE, re.S).group(1)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for part in (f"script-src 'sha256-{digest}'", "default-src 'none'",
+                     "connect-src 'self'", "frame-ancestors 'none'"):
+            self.assertIn(part, policy)
+        self.assertNotIn("unsafe", policy)
+
+    def test_page_command_prints_it(self):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.assertEqual(toki.main(["page"]), 0)
+        self.assertEqual(out.getvalue().strip(), toki.PAGE.strip())
+
+    def test_routes_of_the_page(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        c = Client(d)
+        code, headers, body = c.http("GET", "/")
+        self.assertEqual((code, body.decode()), (200, toki.PAGE))
+        self.assertEqual(headers["content-type"], "text/html; charset=utf-8")
+        self.assertIn("content-security-policy", headers)
+        foreign = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+        self.assertEqual(c.http("GET", "/", headers=foreign)[0], 200)
+        self.assertEqual(c.http("GET", "/toki/state", headers=foreign)[0], 403)
+        self.assertEqual(c.http("GET", "/", headers={"Host": "evil.example"})[0], 403)
+
+    def test_diff_route(self):
+        c = Client(self.daemon(self.fake()))
+        self.table((("same", ("a b", "a b"), ("identical", None)),
+                    ("blanks", ("a b", "a  b"), ("whitespace", 2)),
+                    ("figures", ("it is 4", "it is 5"), ("substantive", 6)),
+                    ("none", ("one two", ""), ("substantive", 0))),
+                   lambda pair: tuple(c.json("POST", "/toki/diff", dict(zip(
+                       "ab", pair))).values()))
+        for body in ({}, {"a": "x"}, {"a": 1, "b": "x"}, []):
+            self.assertEqual(c.http("POST", "/toki/diff", body)[0], 400)
+        self.assertEqual(c.http("POST", "/toki/diff", {"a": "x" * (1 << 20), "b": "y"}
+                                )[0], 413)
+
+    def test_the_state_tells_who_shares_what(self):
+        fake = self.fake(n_ctx=4096)
+        c = Client(self.daemon(fake))
+        head = {"role": "system", "content": "the same head " * 80}
+        fake.hold("decode")                  # so that both need a slot of their own
+        asks = [threading.Thread(target=c.chat, args=([
+            head, {"role": "user", "content": text}],))
+            for text in ("one question", "another thing altogether")]
+        for ask in asks:
+            ask.start()
+        self.until(lambda: fake.frozen == 2, "both run")
+        state = c.json("GET", "/toki/state")
+        trunk, = state["forest"]
+        self.assertGreater(trunk["tokens"], 200)
+        self.assertEqual(sorted(n for run in trunk["children"] for n in run["holders"]),
+                         ["slot 0", "slot 1"])
+        fake.release()
+        for ask in asks:
+            ask.join()
+        self.assertNotIn("same head", json.dumps(state))
+
+    def test_bound_elsewhere_the_page_alone_is_open(self):
+        d = self.daemon(self.fake(), host="0.0.0.0", allow_plain="on", page=toki.PAGE)
+        c = Client(d)
+        self.assertEqual([c.http("GET", p)[0] for p in (
+            "/", "/toki/state", "/v1/models", "/toki/events")], [200, 401, 401, 401])
+
+
+def certificate(folder):
+    "A self-made certificate for localhost: (certificate, key) files."
+    if not shutil.which("openssl"):
+        missing("no openssl")
+    cert, key = os.path.join(folder, "cert.pem"), os.path.join(folder, "key.pem")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days",
+                    "2", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out",
+                    cert], check=True, capture_output=True)
+    return cert, key
+
+
+class Web(Case):
+    def front(self, daemon, tls=None, **settings):
+        config = toki.load_config(settings, {}).but(port=0)
+        server, url = toki.serve_web(config, daemon.where, toki.REAL, (
+            "127.0.0.1", daemon.server.server_port), toki.PAGE, tls)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        return server, url
+
+    def client(self, daemon, server):
+        c = Client(daemon)
+        c.port = server.server_port
+        return c
+
+    def test_every_kind_of_route_goes_through(self):
+        d = self.daemon(self.fake())
+        c = self.client(d, self.front(d)[0])
+        self.assertEqual(c.http("GET", "/")[2].decode(), toki.PAGE)
+        self.assertEqual(c.json("GET", "/toki/state")["schema"], 1)
+        self.assertEqual(c.stream("hello", 4)[-1], "[DONE]")
+        self.assertEqual(c.json("POST", "/v1/chat/completions", raw=b"{", status=400)
+                         ["error"]["type"], "invalid_request_error")
+        c.chat("x")
+        self.assertEqual(c.http("GET", "/toki/why/1")[0], 401)
+        auth = {"Authorization": f"Bearer {c.token}"}
+        self.assertEqual(c.json("GET", "/toki/why/1", headers=auth)["ask"], 1)
+        self.assertEqual(c.http("GET", "/toki/nothing")[0], 404)
+
+    def test_the_same_doorkeeping(self):
+        d = self.daemon(self.fake())
+        c = self.client(d, self.front(d)[0])
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"},
+                        {"Sec-Fetch-Site": "cross-site"}):
+            self.assertEqual(c.http("GET", "/toki/state", headers=headers)[0], 403)
+        own = {"Origin": f"http://127.0.0.1:{c.port}"}
+        self.assertEqual(c.http("GET", "/toki/state", headers=own)[0], 200)
+
+    def test_open_to_others_it_asks_for_the_token_on_every_route(self):
+        d = self.daemon(self.fake())
+        server, _ = self.front(d, host="0.0.0.0", allow_plain="on")
+        c = self.client(d, server)
+        auth = {"Authorization": f"Bearer {c.token}"}
+        self.assertEqual([c.http("GET", p)[0] for p in ("/", "/toki/state", "/v1/models")],
+                         [200, 401, 401])
+        self.assertEqual(c.http("GET", "/v1/models", headers=auth)[0], 200)
+        with self.assertRaises(toki.UsageError) as caught:
+            self.front(d, host="0.0.0.0")
+        self.assertIn("--tls-cert", caught.exception.hint)
+
+    def test_tls_streams_and_a_leaving_client_stops_the_engine(self):
+        import ssl
+        fake = self.fake(decode_ms=5)
+        d = self.daemon(fake)
+        cert, key = certificate(self.folder())
+        with open(cert) as a, open(key) as b:
+            both = os.path.join(self.folder(), "both.pem")
+            toki.REAL.disk.write(both, (a.read() + b.read()).encode())
+        server, url = self.front(d, toki.tls_context(both))
+        self.assertTrue(url.startswith("https://"))
+        context = ssl.create_default_context(cafile=cert)
+        raw = socket.create_connection(("127.0.0.1", server.server_port), 20)
+        conn = context.wrap_socket(raw, server_hostname="localhost")
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}],
+                           "stream": True, "max_tokens": 5000}).encode()
+        conn.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                     b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        data = b""
+        while data.count(b"data: ") < 3:
+            data += conn.recv(65536)
+        conn.close()
+        self.until(lambda: d.keeper.book.counters.cancelled == 1, "cancelled")
+        secure = http.client.HTTPSConnection("localhost", server.server_port,
+                                             context=context, timeout=20)
+        for _ in range(2):                   # and the connection is kept
+            secure.request("GET", "/toki/state")
+            self.assertEqual(json.loads(secure.getresponse().read())["schema"], 1)
+        secure.close()
+        with socket.create_connection(("127.0.0.1", server.server_port), 5) as plain:
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            self.assertNotIn(b"toki", plain.recv(4096))
+        for wrong in (key, os.path.join(self.folder(), "none.pem")):
+            with self.assertRaises(toki.UsageError):
+                toki.tls_context(wrong)
+
+    def test_without_a_daemon_it_says_what_to_do(self):
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err):
+            code = toki.main(["web", "--state-dir", self.folder(), "--url",
+                              "http://127.0.0.1:1"])
+        self.assertEqual(code, 3)
+        self.assertIn("toki up", err.getvalue())
+
+    def test_the_token_reaches_the_browser_through_an_owner_only_file(self):
+        opened, folder = [], self.folder()
+        where = toki.places({}, folder)
+        token = toki.local_token(toki.REAL, where)
+
+        class Proc(toki.Proc):
+            def browse(self, url):
+                opened.append(url)
+                return True
+
+        class Term(toki.Term):
+            def is_tty(self):
+                return True
+        edges = toki.REAL._replace(proc=Proc(), term=Term())
+        toki._show("http://127.0.0.1:7778/", where, edges, self.fail)
+        path = where.file("open.html")
+        self.assertNotIn(token, opened[0])
+        self.assertTrue(opened[0].startswith("file:///"))
+        with open(path) as f:
+            self.assertIn(f"http://127.0.0.1:7778/#token={token}", f.read())
+        if os.name != "nt":
+            self.assertEqual(os.stat(path).st_mode & 0o77, 0)
+
+
 class Commands(Case):
     def run_main(self, *argv, env=None):
         out, err = io.StringIO(), io.StringIO()
@@ -8205,6 +8560,367 @@ SUBSTANCE = (
      "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
      "\u6211\u4eca\u5929\u65e9\u4e0a\u5403\u4e86\u9762\u5305\u3002"),
 )
+
+
+class Chromium:
+    "A headless browser, driven by chromedriver's HTTP interface; needs only urllib."
+
+    def __init__(self, width=1280, height=900, dark=False):
+        driver = shutil.which("chromedriver")
+        browser = shutil.which("chromium") or shutil.which("chromium-browser")
+        if not driver or not browser:
+            missing("no chromium and chromedriver: apt-get install chromium-driver")
+        port = toki.REAL.net.free_port()
+        self.folder = tempfile.mkdtemp(prefix="toki-chromium-")
+        self.base, self.path = f"http://127.0.0.1:{port}", ""
+        self.process = subprocess.Popen(
+            [driver, f"--port={port}"], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True)
+        end = time.monotonic() + 30
+        while not toki.REAL.net.port_taken("127.0.0.1", port):
+            assert time.monotonic() < end, "chromedriver does not start"
+            time.sleep(0.05)
+        options = {"binary": browser, "args": [
+            "--headless=new", "--no-sandbox", "--disable-dev-shm-usage",
+            f"--window-size={width},{height}", f"--user-data-dir={self.folder}"]}
+        self.path = "/session/" + self.ask("POST", "/session", {"capabilities": {
+            "alwaysMatch": {"browserName": "chrome", "acceptInsecureCerts": True,
+                            "goog:loggingPrefs": {"browser": "ALL"},
+                            "goog:chromeOptions": options}}})["sessionId"]
+
+    def ask(self, method, path, body=None):
+        conn = http.client.HTTPConnection(self.base[7:], timeout=120)
+        try:
+            conn.request(method, self.path + path, json.dumps(body) if body is not None
+                         else None, {"Content-Type": "application/json"})
+            value = json.loads(conn.getresponse().read())["value"]
+        finally:
+            conn.close()
+        if isinstance(value, dict) and "error" in value:
+            raise AssertionError(value["message"])
+        return value
+
+    def go(self, url):
+        self.ask("POST", "/url", {"url": url})
+
+    def js(self, script, *args):
+        return self.ask("POST", "/execute/sync", {"script": script, "args": list(args)})
+
+    def until(self, expression, seconds=60):
+        end = time.monotonic() + seconds
+        while not self.js("return " + expression):
+            assert time.monotonic() < end, (expression, self.errors(), self.js(
+                "return document.body.innerText.slice(0, 2000)"))
+            time.sleep(0.05)
+
+    def keys(self, *texts):
+        "Type as a person would; names of KEYS stand for keys."
+        presses = [self.KEYS[t]] if (t := texts[0]) in self.KEYS else list(t)
+        self.ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": [
+            {"type": kind, "value": key} for key in presses
+            for kind in ("keyDown", "keyUp")]}]})
+        if texts[1:]:
+            self.keys(*texts[1:])
+
+    KEYS = {"tab": "\ue004", "enter": "\ue007", "escape": "\ue00c", "right": "\ue014",
+            "left": "\ue012"}
+
+    def focus(self):
+        "The id, value or text of what has the focus."
+        return self.js("const e = document.activeElement; "
+                       "return e.id || e.value || e.textContent")
+
+    def cdp(self, command, **params):
+        return self.ask("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def errors(self):
+        return [e["message"] for e in self.ask("POST", "/se/log", {"type": "browser"})
+                if e["level"] == "SEVERE"]
+
+    def close(self):
+        with contextlib.suppress(Exception):
+            self.ask("DELETE", "")
+        toki.REAL.proc.stop(self.process, 5)
+        shutil.rmtree(self.folder, True)
+
+
+class RealPage(Case):
+    "The page in headless Chromium."
+
+    @classmethod
+    def setUpClass(cls):
+        cls.browser = Chromium()
+        cls.addClassCleanup(cls.browser.close)
+
+    def visit(self, daemon, token=True, url="", fragment=""):
+        b, c = self.browser, Client(daemon)
+        b.go("about:blank")
+        url = url or f"http://127.0.0.1:{c.port}/"
+        b.go(url + (f"#token={c.token}" if token else fragment))
+        b.js("localStorage.clear()")
+        if not token:
+            b.js("sessionStorage.clear()")
+            b.go("about:blank")
+            b.go(url + fragment)
+        b.until("document.getElementById('model').options.length")
+        b.errors()
+        return b
+
+    def say(self, b, text, mode="cached", **params):
+        b.js("location.hash = '#chat'; here.params = arguments[0]; setMode(arguments[1]); "
+             "route(); document.getElementById('box').focus()",
+             dict({"temperature": 0, "max_tokens": 12}, **params), mode)
+        b.keys(text, "enter")
+        b.until("!running && here.messages.length && "
+                "here.messages[here.messages.length - 1].role === 'assistant'")
+
+    def rig(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        return server, self.daemon(server, page=toki.PAGE)
+
+    def test_a_reply_grows_before_the_eyes(self):
+        d = self.daemon(self.fake(decode_ms=15), page=toki.PAGE)
+        b = self.visit(d)
+        self.assertEqual(b.js("return location.hash"), "#chat")      # the token is gone
+        b.js("window.seen = new Set(); new MutationObserver(() => { const p = "
+             "document.querySelector('.assistant .prose'); if (p) "
+             "seen.add(p.textContent.length); }).observe(document.getElementById("
+             "'messages'), {childList: true, subtree: true, characterData: true})")
+        self.say(b, "Tell me something", max_tokens=40)
+        self.assertGreater(b.js("return seen.size"), 5)
+        self.assertEqual(b.errors(), [])
+
+    def test_the_cache_line_has_the_engines_figures(self):
+        _, d = self.rig()
+        b = self.visit(d)
+        self.say(b, "Tell me something", max_tokens=300)
+        row = Client(d).json("GET", "/toki/state")["recent"][-1]
+        line = b.js("return document.querySelector('.cacheline').innerText")
+        for figure in (row["prompt_tokens"], row["reused_tokens"],
+                       row["computed_tokens"]):
+            self.assertIn(str(figure), line)
+        for word in ("first token", "whole turn", "cached", row["why"][:20]):
+            self.assertIn(word, line)
+        b.go("about:blank")
+        b.go(f"http://127.0.0.1:{Client(d).port}/")
+        b.until("document.querySelector('#list button')")
+        b.js("document.querySelector('#list button').click()")
+        b.until("document.querySelector('.cacheline')")
+        self.assertEqual(b.errors(), [])
+
+    def test_compare_shows_two_columns_with_the_engines_figures(self):
+        _, d = self.rig()
+        b = self.visit(d)
+        self.say(b, "Some words", "compare")
+        b.until("document.querySelector('.verdict')")
+        raw, cached = Client(d).json("GET", "/toki/state")["recent"][-2:]
+        self.assertEqual((raw["mode"], raw["reused_tokens"], cached["mode"]),
+                         ("raw", 0, "cached"))
+        self.assertGreater(cached["reused_tokens"], 0)
+        boxes = b.js("return [...document.querySelectorAll('.pair > section')].map("
+                     "(s) => [s.getBoundingClientRect().left, s.innerText])")
+        self.assertEqual(len(boxes), 2)
+        self.assertLess(boxes[0][0], boxes[1][0])
+        for (_, text), row in zip(boxes, (raw, cached)):
+            self.assertIn(f"{row['computed_tokens']} computed", text)
+        self.assertEqual(b.js("return document.querySelector('.verdict').dataset.class"),
+                         "identical")
+        self.assertEqual(b.js("return wordDiff('one two three', 'one 2 three')"),
+                         [["same", "one "], ["less", "two"], ["more", "2"],
+                          ["same", " three"]])
+        self.assertEqual(b.errors(), [])
+
+    def test_cache_view_draws_a_fork_and_says_why(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        c = Client(d)
+        head = {"role": "system", "content": "You are one of two agents. " * 60}
+        for text in ("Look for bugs in the parser. " * 40,
+                     "Write the release notes. " * 40):
+            c.chat([head, {"role": "user", "content": text}])
+        b = self.visit(d)
+        b.js("location.hash = '#cache'")
+        b.until("document.querySelector('#forest svg') && listening")
+        self.assertGreaterEqual(int(b.js("return document.querySelector('#forest svg')"
+                                         ".dataset.forks")), 1)
+        label = b.js("return document.querySelector('#forest svg').getAttribute("
+                     "'aria-label')")
+        self.assertRegex(label, r"\d{3} tokens shared by \d holders")
+        self.assertRegex(b.js("return document.getElementById('forest').innerText"),
+                         r"Slot \d\s+\d+ tokens")
+        b.js("window.n = state.shelf.snapshots.filter((x) => x.pinned).length; "
+             "[...document.querySelectorAll('#forest button')].find((x) => "
+             "x.textContent === 'Pin').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n")
+        b.js("document.getElementById('warm').click(); "
+             "document.getElementById('w-text').value = 'Warm words. '.repeat(60)")
+        b.js("document.querySelector('#warming .main').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n + 1")
+        changed = dict(head, content="twenty".join(head["content"].rsplit("two", 5)))
+        c.chat([changed, {"role": "user", "content": "Look for bugs in the parser."}])
+        b.until("document.querySelectorAll('#lanes rect[data-ask]').length > 4")
+        b.until("document.querySelectorAll('#asks tr').length === 3")
+        b.js("document.querySelector('#asks button').click()")
+        b.until("document.querySelector('#why .texts')")
+        self.assertEqual(b.js("return ['del', 'ins'].map((x) => document.querySelector("
+                              "'#why ' + x).textContent)"), ["two", "twenty"])
+        self.assertEqual(b.errors(), [])
+
+    def test_hostile_output_stays_text(self):
+        fake = self.fake(n_ctx=1 << 17)
+        d = self.daemon(fake, page=toki.PAGE)
+        b = self.visit(d)
+        long = "A" * 30000 + " " + "*_`[" * 3000
+        fake.speech = (
+            "<script>window.bad = 1</script><img src=x onerror='window.bad = 2'>\n\n"
+            "[click](javascript:window.bad=3) [data](data:text/html,<b>x) "
+            "![pixel](https://evil.example/p.png?q=1) [fine](https://example.org/a)\n\n"
+            "<svg onload=window.bad=4>\n\n```html\n<script>window.bad = 5</script>\n```\n\n"
+            f"| <iframe src=x> | b |\n|--|--|\n| `</style>` | c |\n\n{long}")
+        self.say(b, "go", max_tokens=100000)
+        self.assertEqual(b.js("return here.messages[1].text"), fake.speech)
+        self.assertIsNone(b.js("return window.bad ?? null"))
+        self.assertEqual(b.js("return document.querySelectorAll('.assistant script, "
+                              ".assistant img, .assistant iframe, .assistant .said svg"
+                              "').length"), 0)
+        links = b.js("return [...document.querySelectorAll('.assistant a')].map("
+                     "(a) => [a.href, a.rel])")
+        self.assertEqual([href for href, _ in links], [
+            "https://evil.example/p.png?q=1", "https://example.org/a"])
+        self.assertTrue(all("noopener" in rel for _, rel in links))
+        self.assertLessEqual(b.js("return document.documentElement.scrollWidth"),
+                             b.js("return innerWidth"))
+        self.assertEqual(b.errors(), [])
+        for code in ("document.body.innerHTML = '<p>'", "document.createElement("
+                     "'script').text = 'window.bad = 6'"):
+            with self.assertRaises(AssertionError) as caught:    # the second wall
+                b.js(code)
+            self.assertIn("Trusted", str(caught.exception))
+
+    def test_keyboard_alone(self):
+        fake = self.fake(decode_ms=30)
+        d = self.daemon(fake, page=toki.PAGE)
+        b = self.visit(d)
+        for _ in range(40):                  # the first stop leads to the message box
+            b.keys("tab")
+            if b.focus() == "skip":
+                break
+        b.keys("enter")
+        b.until("document.activeElement.id === 'box'")
+        b.keys("hello", "tab")
+        self.assertEqual(b.focus(), "cached")
+        b.keys("right", "right")
+        self.assertEqual(b.js("return mode()"), "compare")
+        b.keys("left", "left", "tab")
+        self.assertEqual(b.focus(), "send")
+        b.keys("enter")
+        b.until("running && here.messages[1].text.length > 5")
+        b.keys("escape")
+        b.until("!running")
+        self.assertTrue(b.js("return here.messages[1].stopped"))
+        self.until(lambda: d.keeper.book.counters.cancelled == 1, "cancelled")
+        fake.decode_ms = 0
+        b.js("document.activeElement.blur()")
+        b.keys("m")
+        b.until("!document.getElementById('cache').hidden")
+        b.keys("?")
+        b.until("document.getElementById('help').open")
+        b.keys("escape")
+        b.until("!document.getElementById('help').open")
+        b.keys("c")
+        b.until("!document.getElementById('chat').hidden")
+        reached = set()
+        for _ in range(40):
+            b.keys("tab")
+            reached.add(b.focus())
+        for name in ("Retry", "Edit", "Copy", "tune", "model", "new", "theme", "export",
+                     "import", "to-cache", "box", "send"):
+            self.assertIn(name, reached)
+        self.assertEqual(b.errors(), [])
+
+    def test_edit_and_retry(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "first words")
+        first = b.js("return here.messages[1].text")
+        b.js("[...document.querySelectorAll('button')].find((x) => "
+             "x.textContent === 'Edit').click()")
+        b.keys(" and more", "enter")
+        b.until("!running && here.messages[1]?.text.length > 3 && "
+                "here.messages[0].text.includes('more')")
+        self.assertEqual(b.js("return here.messages.length"), 2)
+        self.assertNotEqual(b.js("return here.messages[1].text"), first)
+        again = b.js("return here.messages[1].cache.ask")
+        b.js("[...document.querySelectorAll('button')].find((x) => "
+             "x.textContent === 'Retry').click()")
+        b.until(f"!running && here.messages[1]?.cache?.ask > {again}")
+        self.assertEqual(b.errors(), [])
+
+    def test_login_when_a_route_needs_it(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        c = Client(d)
+        c.chat("x")
+        b = self.visit(d, token=False, fragment="#cache")
+        b.until("!document.getElementById('locked').hidden")
+        b.js("document.getElementById('unlock').click()")
+        b.until("document.getElementById('login').open")
+        b.keys(c.token, "enter")
+        b.until("listening && document.getElementById('locked').hidden")
+        self.assertEqual(b.js("return sessionStorage.getItem('toki.token')"), c.token)
+        self.assertNotIn(c.token, b.js("return JSON.stringify(localStorage)"))
+
+    def test_over_tls_with_a_self_made_certificate(self):
+        d = self.daemon(self.fake())
+        server, url = toki.serve_web(
+            toki.load_config({}, {}).but(port=0), d.where, toki.REAL,
+            ("127.0.0.1", d.server.server_port), toki.PAGE,
+            toki.tls_context(*certificate(self.folder())))
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        b = self.visit(d, url=url)
+        self.assertTrue(b.js("return isSecureContext && location.protocol === 'https:'"))
+        self.say(b, "hello")
+        b.until("document.querySelector('.cacheline b')")
+        b.js("location.hash = '#cache'")
+        b.until("listening")
+        self.assertEqual(b.errors(), [])
+
+    def test_accessibility_tree(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "hello")
+        for view in ("#chat", "#cache"):
+            b.js("location.hash = arguments[0]", view)
+            b.until(f"!document.querySelector('{view}').hidden")
+            nodes = b.cdp("Accessibility.getFullAXTree")["nodes"]
+            roles = {}
+            for node in nodes:
+                if not node.get("ignored"):
+                    roles.setdefault(node["role"]["value"], []).append(
+                        node.get("name", {}).get("value", ""))
+            for role in ("button", "link", "textbox", "radio", "combobox", "image"):
+                self.assertNotIn("", roles.get(role, []), role)
+            self.assertEqual(len(roles["main"]), 1)
+            self.assertIn("Views", roles["navigation"])
+            self.assertEqual(roles["heading"][0], "toki")
+        self.assertIn("radio", {n["role"]["value"] for n in nodes} | {"radio"})
+
+    def test_narrow_and_wide_do_not_scroll_sideways(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        Client(d).chat("some words " * 50)
+        b = self.visit(d)
+        self.say(b, "hello", "compare")
+        self.addCleanup(b.cdp, "Emulation.clearDeviceMetricsOverride")
+        for width in (320, 390, 768, 1280, 2200):
+            b.cdp("Emulation.setDeviceMetricsOverride", width=width, height=800,
+                  deviceScaleFactor=1, mobile=width < 500)
+            for view in ("#chat", "#cache"):
+                b.js("location.hash = arguments[0]", view)
+                b.until(f"!document.querySelector('{view}').hidden")
+                self.assertLessEqual(b.js("return document.documentElement.scrollWidth"),
+                                     width, (width, view))
 
 
 class Divergence(Case):
@@ -13177,7 +13893,7 @@ class FieldReports(Case):
 
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
-    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
+    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "PICTURE": (Picture,), "TEXTS": (Texts,),
     "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
     "WIRE": (Wire,), "TURNS": (Turns,),
     "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam),
@@ -13195,9 +13911,11 @@ ROOMS = {
                 InstallBat),
     "STACK": (Stack,), "SERVICE": (Service,),
     "SCREEN": (ScreenRoom,), "CHAT": (ChatRoom,), "TOP": (TopRoom,),
+    "FEED": (FeedRoom,), "PAGE": (Page,), "WEB": (Web,),
     "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealShelf, RealFallback, RealInstall, RealAlone)}
+             RealTraps, RealShelf, RealFallback, RealInstall, RealAlone,
+             RealPage)}
 
 
 class Result(unittest.TextTestResult):

@@ -20,6 +20,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     2  SETTINGS  every knob, declared once, resolved once
     3  TOKENS    token arrays, common prefixes, chained block hashes
     4  TRIE      which known prefix is the longest one of this prompt?
+    0  PICTURE   what slots and shelf hold, shared beginnings drawn once
     5  TEXTS     which part of this rendered prompt need not be tokenized again?
     6  EMBED     which known prompt is nearest to this one?
     7  WIRE      what an ask and a reply look like; SSE framing; error bodies
@@ -45,6 +46,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     22 LEDGER    one line for each ask, kept in SQLite, never any prompt text
     23 RECALL    what was said before, for the asks that come after
     24 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    0  FEED      what happens in the book, told to whoever listens
     25 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
     26 MOVES     state from slot to shelf and back, under a lease
     27 KEEPER    the only coordinator: plan, lease, settle; owns the lock
@@ -65,6 +67,8 @@ values out), the rest touches the world, and only through the doors of EDGES.
     0  LAUNCHER  bare `toki`: chat and agents, model, stack, settings
     34 BENCH     toki's own cost, soak, and the everyday situations
     35 DOCTOR    is everything fit, and if not, what to do
+    0  PAGE      the web page as one readable text
+    0  WEB       a second door to a running daemon, with TLS, for browsers
     36 COMMANDS  one function per subcommand, then main
 
 Invariants:
@@ -109,6 +113,7 @@ import signal
 import socket
 import socketserver
 import sqlite3
+import ssl
 import struct
 import subprocess
 import sys
@@ -117,6 +122,7 @@ import threading
 import time
 import unicodedata
 import urllib.parse
+import webbrowser
 import zipfile
 import zlib
 from array import array
@@ -612,6 +618,58 @@ class PrefixTrie:
             for h in [self.seed] + hashes:
                 want.setdefault(h, set()).add(holder)
         assert {k: set(v) for k, v in self._nodes.items()} == want
+
+
+# ============================================================================
+# 0. PICTURE - what slots and shelf hold, shared beginnings drawn once.
+#    uses: TOKENS.  offers: Held, prefix_forest.  pure.
+#
+#        0..958 {snap 3} -- 958..1204 {slot 0}
+#                        \- 958..1377 {slot 1, snap 7}
+# ============================================================================
+class Held(NamedTuple):
+    "Somebody's tokens, by a name that faces can show: `slot 2`, `snap 17`."
+    name: str
+    tokens: Tokens
+
+
+def _shared_lengths(held: Sequence[Held]) -> list:
+    "Tokens that each one shares with the one before it; the first shares none."
+    return [0] + [common_prefix(a.tokens, b.tokens) for a, b in zip(held, held[1:])]
+
+
+def prefix_forest(held: Iterable[Held]) -> list:
+    """[{from, tokens, holders, children}]: runs of tokens, each drawn once.
+
+    `from` is the run's first position, `tokens` its length, `holders` the names that
+    end with it, `children` the runs that go on behind it.  Equal prefixes stand side by
+    side once sorted by bytes, so n holders cost n comparisons.
+    """
+    rest = sorted((h for h in held if len(h.tokens)),
+                  key=lambda h: (h.tokens.tobytes(), h.name))
+    top: dict = {"from": 0, "tokens": 0, "holders": [], "children": []}
+    path = [top]                         # open runs, from the root to the last holder
+    for one, shared in zip(rest, _shared_lengths(rest)):
+        while path[-1]["from"] >= shared and len(path) > 1:
+            path.pop()
+        last = path[-1]
+        if last["from"] + last["tokens"] > shared:       # the newcomer leaves inside
+            _cut_run(last, shared)
+        node = last
+        if shared < len(one.tokens):
+            node = {"from": shared, "tokens": len(one.tokens) - shared, "holders": [],
+                    "children": []}
+            last["children"].append(node)
+            path.append(node)
+        node["holders"].append(one.name)
+    return top["children"]
+
+
+def _cut_run(run: dict, at: int) -> None:
+    "Cut a run in two at position `at`; what ended or went on behind it moves along."
+    tail = {"from": at, "tokens": run["from"] + run["tokens"] - at,
+            "holders": run["holders"], "children": run["children"]}
+    run.update(tokens=at - run["from"], holders=[], children=[tail])
 
 
 # ============================================================================
@@ -5173,10 +5231,10 @@ class Habits:
 
 # ============================================================================
 # 14. BOOK - what we believe the slots hold; changed only by events.
-#    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
-#    Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
-#    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
-#    MOVE_FIXED_MS.
+#    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap,
+#    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn,
+#    Shelved, Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT,
+#    verdict, Rates, MOVE_FIXED_MS.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
@@ -5458,10 +5516,12 @@ class Book:
         self.hot: OrderedDict = OrderedDict()    # last block hash of a head -> Hot
         self.parents: OrderedDict = OrderedDict()    # family -> conversation
         self.budget, self.known_bytes = budget, 0
+        self.heard: Callable[[Any], None] = lambda event: None
 
     # ---- events -----------------------------------------------------------
     def apply(self, event: Any) -> None:
         getattr(self, "_on_" + type(event).__name__.lower())(event)
+        self.heard(event)
 
     def _on_reborn(self, e: Reborn) -> None:
         for s in self.slots:
@@ -5604,6 +5664,13 @@ class Book:
     def _on_computed(self, e: Computed) -> None:
         self.counters.computed_tokens += e.n_tokens
         self.counters.side_tokens += e.n_tokens
+
+    def held(self) -> list:
+        "What slots and snapshots hold, by name, for a picture."
+        slots = [Held(f"slot {s.slot}", self.trie.tokens((self.life, s.slot)))
+                 for s in self.slots if (self.life, s.slot) in self.trie]
+        return slots + [Held(f"snap {i}", t) for i, t in (
+            (s.id, t) for s, t in self.snapshots())]
 
     def snapshots(self) -> list:
         "[(snapshot, its tokens)]"
@@ -8090,6 +8157,13 @@ class Proc:
             os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM) if hard
                     else signal.SIGTERM)
 
+    def browse(self, url: str) -> bool:
+        "Show a page in the user's browser; False when there is none."
+        try:
+            return webbrowser.open(url)
+        except (webbrowser.Error, OSError):
+            return False
+
     def on_signal(self, names: Sequence[str], act: Callable[[], None]) -> None:
         "Call `act` on these signals; handlers must only set flags."
         for name in names:
@@ -8584,6 +8658,10 @@ class Upstream:
         elif r.length is not None:
             self._left = r.length
         return r.status
+
+    def header(self, name: str) -> str:
+        "A header of the reply, '' when it has none of that name."
+        return self._response.getheader(name) or ""
 
     def read(self) -> bytes:
         """The next bytes of the body, b"" at its end.  Blocks until there are some.
@@ -10146,6 +10224,93 @@ class Shelf:
 
 
 # ============================================================================
+# 0. FEED - what happens in the book, told to whoever listens.
+#    uses: BOOK, EDGES.  offers: Feed, Listener.
+#
+#    The book's events are all that changes what faces show, so they are the feed:
+#    numbers only, never text or tokens.  `post` is called under the keeper's lock; it
+#    appends to lists in memory and waits for nobody.
+# ============================================================================
+_FEED_MOST = 512             # events one slow listener may be behind
+_FEED_LISTENERS = 64
+
+
+def _as_told(event: Any) -> Optional[dict]:
+    "A book event as faces hear it; None for what they need not know."
+    if isinstance(event, Dispatched):
+        return {"event": "start", "ask": event.ask, "slot": event.slot,
+                "class": event.request.klass, "raw": event.request.raw,
+                "prompt_tokens": len(event.prompt.tokens) if event.prompt else None,
+                "expected_tokens": event.kept}
+    if isinstance(event, Progressed):
+        return {"event": "prefill", "slot": event.slot, "ready": event.ready}
+    if isinstance(event, Settled):
+        return {"event": "settled", "ask": event.ask, "slot": event.slot}
+    if isinstance(event, Reborn):
+        return {"event": "engine", "slots": event.n_slots}
+    word = {Shelved: "saved", Unshelved: "dropped", Restored: "restored",
+            Aborted: "aborted", Marked: "marked"}.get(type(event))
+    return word and {"event": word, "slot": getattr(event, "slot", -1)}
+
+
+class Listener:
+    "One face's events, in order; `take` waits for some."
+
+    def __init__(self) -> None:
+        self._ready = threading.Condition()
+        self._events: deque = deque()
+        self._missed = 0
+
+    def put(self, event: dict) -> None:
+        with self._ready:
+            if len(self._events) >= _FEED_MOST:
+                self._events.popleft()
+                self._missed += 1
+            self._events.append(event)
+            self._ready.notify()
+
+    def take(self, patience_s: float) -> list:
+        "What came meanwhile, [] when nothing did; says so when some were lost."
+        with self._ready:
+            if not self._events:
+                self._ready.wait(patience_s)
+            found, missed = list(self._events), self._missed
+            self._events.clear()
+            self._missed = 0
+        return [{"event": "missed", "events": missed}] * bool(missed) + found
+
+
+class Feed:
+    "Everybody who listens; `book_event` and `post` tell them."
+
+    def __init__(self, clock: Any):
+        self.clock = clock
+        self._listeners: list = []
+
+    def listen(self) -> Optional[Listener]:
+        "None when too many listen already."
+        if len(self._listeners) >= _FEED_LISTENERS:
+            return None
+        listener = Listener()
+        self._listeners = [*self._listeners, listener]
+        return listener
+
+    def leave(self, listener: Listener) -> None:
+        self._listeners = [x for x in self._listeners if x is not listener]
+
+    def book_event(self, event: Any) -> None:
+        if self._listeners:
+            told = _as_told(event)
+            if told:
+                self.post(told)
+
+    def post(self, event: dict) -> None:
+        event = dict(event, at=self.clock.wall())
+        for listener in self._listeners:
+            listener.put(event)
+
+
+# ============================================================================
 # 25. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
@@ -10710,8 +10875,9 @@ class Mover:
 
 # ============================================================================
 # 27. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY, GGUF, EDGES,
-#    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
+#    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
+#    GGUF, EDGES, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers: Keeper,
+#    cache_report.
 # ============================================================================
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
@@ -10746,6 +10912,9 @@ class Keeper:
         # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
         self.lock = OwnedLock()
         self.book = Book(b"toki", config.memory_mb << 19)
+        self.feed = Feed(edges.clock)
+        self.book.heard = self.feed.book_event
+        self._forest: tuple = ([], [])   # what was held, and its picture
         self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
         self.mover = Mover(
             engine, self.book, self.lock, edges, self.ability,
@@ -11507,8 +11676,10 @@ class Keeper:
             counters, rates = self.book.counters.as_dict(), self.book.rates.as_dict()
             waiting = len(self.tickets)
             recent = list(self.recent)[-50:]
+            held = self.book.held()
         return {
             "schema": 1, "toki": __version__, "started": self.started,
+            "now": self.edges.clock.wall(),
             "engine": {
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
@@ -11517,12 +11688,23 @@ class Keeper:
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
-            "open": self.open_count(),
+            "open": self.open_count(), "forest": self._picture(held),
             "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
                        "known_bytes": self.book.known_bytes,
                        "text_bytes": self.prompter.texts.used},
             "recent": recent}
+
+    def _picture(self, held: list) -> list:
+        """Who holds which tokens, as runs drawn once; made outside the lock, and anew
+        only when somebody holds something else."""
+        old, forest = self._forest
+        if len(old) != len(held) or any(
+                a.name != b.name or a.tokens is not b.tokens
+                for a, b in zip(old, held)):
+            forest = prefix_forest(held)
+            self._forest = (held, forest)
+        return forest
 
     def _shelf_document(self) -> dict:
         with self.lock:
@@ -11543,6 +11725,7 @@ class Keeper:
         "One finished ask, for ledger and faces."
         row["run"] = self.run
         self.recent.append(row)
+        self.feed.post(dict(row, event="done"))
         if self.ledger is not None:
             self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
                             else ())
@@ -12158,6 +12341,7 @@ class _DeadlineReader(io.RawIOBase):
 
     def __init__(self, sock: socket.socket):
         self.sock, self.end = sock, 0.0
+        self.early = b""                 # read already, to see whether anybody is there
 
     def readable(self) -> bool:
         return True
@@ -12166,6 +12350,9 @@ class _DeadlineReader(io.RawIOBase):
         self.end = time.monotonic() + seconds
 
     def readinto(self, buffer: Any) -> int:
+        if self.early:
+            buffer[:1], self.early = self.early, b""
+            return 1
         left = self.end - time.monotonic()
         if left <= 0:
             raise OSError("deadline passed")
@@ -12426,8 +12613,10 @@ class Exchange:
         """
         try:
             self.sock.settimeout(0)
-            data = self.sock.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, InterruptedError):
+            # TLS cannot peek: what was taken is given back to the reader.
+            data = self.sock.recv(1) if isinstance(self.sock, ssl.SSLSocket) \
+                else self.sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
             return False
         except OSError:
             return True
@@ -12435,6 +12624,8 @@ class Exchange:
             with contextlib.suppress(OSError):
                 self.sock.settimeout(_WRITE_S)
         if data:
+            if isinstance(self.sock, ssl.SSLSocket):
+                self._h.reader.early = data
             self._watch = False
         return not data
 
@@ -12528,8 +12719,9 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     allow_reuse_address = os.name != "nt"
 
     def __init__(self, host: str, port: int, answer: Callable[[Exchange], None],
-                 most: int, connections: int = 512):
-        self.answer, self.most = answer, most
+                 most: int, connections: int = 512,
+                 tls: Optional[ssl.SSLContext] = None):
+        self.answer, self.most, self.tls = answer, most, tls
         self._room = threading.BoundedSemaphore(connections)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -12555,9 +12747,26 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def process_request_thread(self, request: Any, address: Any) -> None:
         try:
-            super().process_request_thread(request, address)
+            if self.tls is not None:     # here, so that nobody waits for a slow one
+                request = self._shake_hands(request)
+            if request is not None:
+                super().process_request_thread(request, address)
         finally:
             self._room.release()
+
+    def _shake_hands(self, request: Any) -> Any:
+        "The connection under TLS, None when the other side speaks something else."
+        wrapped = None
+        try:
+            request.settimeout(_HEAD_S)
+            wrapped = self.tls.wrap_socket(request, server_side=True,
+                                           do_handshake_on_connect=False)
+            wrapped.do_handshake()
+            return wrapped
+        except (OSError, ValueError) as error:
+            log.debug("a TLS handshake failed: %s", error)
+            self.shutdown_request(request if wrapped is None else wrapped)
+            return None
 
     def handle_error(self, request: Any, address: Any) -> None:
         log.debug("a connection ended badly", exc_info=True)
@@ -12565,9 +12774,9 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 # ============================================================================
 # 31. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK, EDGES,
-#    STEADY, MACHINE, ENGINE, RECALL, MOVES, KEEPER, DESK, HTTP.
-#    offers: Gateway, ROUTES, Route, prometheus.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK,
+#    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, HTTP.
+#    offers: Gateway, ROUTES, Route, page_headers, prometheus.
 # ============================================================================
 _MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
 
@@ -12575,12 +12784,13 @@ _MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
 class Route(NamedTuple):
     method: str
     path: str
-    auth: str                # "open" on loopback | "token"
+    auth: str                # "open" on loopback | "token" | "page": always open
     handler: str
     help: str
 
 
 ROUTES = (
+    Route("GET", "/", "page", "page", "the web page: chat, and what the cache does"),
     Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
     Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
     Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
@@ -12601,6 +12811,10 @@ ROUTES = (
     Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
     Route("GET", "/toki/state", "open", "state",
           "the state document behind every face"),
+    Route("GET", "/toki/events", "token", "events",
+          "what changes in it, as server-sent events"),
+    Route("POST", "/toki/diff", "open", "diff",
+          "how two replies differ: class and first difference"),
     Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
     Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
           ", ".join(DESK_VERBS)),
@@ -12631,6 +12845,26 @@ def dialect_of(path: str) -> Optional[Dialect]:
         return RESPONSES
     own = path.lstrip("/").startswith("anthropic/")
     return ANTHROPIC if own or plain.startswith("/v1/messages") else None
+
+
+_DIFF_MOST = 1 << 20         # characters of two texts together
+
+
+def page_headers(page: str) -> dict:
+    """Headers that let the page's own style and script run, known by their digests,
+    and nothing else: no other host, no frame, no markup made of text."""
+    def digests(tag: str) -> str:
+        return " ".join(
+            "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()
+                                          ).decode() + "'"
+            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S))
+    return {"Content-Security-Policy":
+            f"default-src 'none'; script-src {digests('script')}; "
+            f"style-src {digests('style')}; connect-src 'self'; img-src data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            "require-trusted-types-for 'script'; trusted-types 'none'",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-cache"}
 
 
 def prometheus(state: dict) -> str:
@@ -12684,6 +12918,8 @@ class _Reply:
         rate = self.keeper.book.rates.prefill_ms
         report = cache_report(lease, timings, self.ttft_ms, rate,
                               self.gateway.why(lease))
+        report["total_ms"] = round(
+            (self.gateway.edges.clock.now() - self.x.began) * 1000, 1)
         if self.cache:                   # several asks behind one request
             for name in report["from_engine"]:
                 report[name] += self.cache[name]
@@ -12993,8 +13229,8 @@ class Gateway:
 
     def __init__(self, keeper: Keeper, config: Config, token: str,
                  edges: Edges = REAL, on_stop: Callable[[], None] = lambda: None,
-                 recall: Optional[Recall] = None):
-        self.keeper, self.config, self.edges = keeper, config, edges
+                 recall: Optional[Recall] = None, page: str = ""):
+        self.keeper, self.config, self.edges, self.page = keeper, config, edges, page
         self.token, self.on_stop = token, on_stop
         self.notes: dict = {}            # ask -> clause about the nearest prompt
         self.desk = Desk(keeper)
@@ -13010,7 +13246,7 @@ class Gateway:
             self._check_upgrade(x)
             route = self._route(x)
             self._check_key(x, route)
-            getattr(self, "_" + route.handler)(x)
+            self._answer(x, route)
         except ClientGone:
             x.hang_up()
         except TokiError as error:
@@ -13025,6 +13261,9 @@ class Gateway:
             if not x.committed:
                 self.send_error(x, TokiError("toki failed inside", "see `toki logs`"))
             x.hang_up()
+
+    def _answer(self, x: Exchange, route: Route) -> None:
+        getattr(self, "_" + route.handler)(x)
 
     def new_id(self, prefix: str) -> str:
         return f"{prefix}_{secrets.token_hex(12)}"
@@ -13055,13 +13294,17 @@ class Gateway:
         "Refuse foreign web pages; answer preflight requests (True: answered)."
         origin = x.headers.get("origin")
         if origin is not None:
-            name = urllib.parse.urlsplit(origin).hostname or ""
+            target = urllib.parse.urlsplit(origin)
+            name = target.hostname or ""
+            own = target.netloc.lower() == x.headers.get("host", "").strip().lower()
             allowed = [o.strip() for o in self.config.allow_origins.split(",")]
-            if not (is_loopback(name) or origin in allowed):
+            if not (own or is_loopback(name) or origin in allowed):
                 raise Denied(f"the origin {origin[:100]!r} may not call this daemon",
                              "add it to allow_origins if it should", status=403)
             x.extra.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
-        elif x.headers.get("sec-fetch-site") == "cross-site":
+        elif x.headers.get("sec-fetch-site") == "cross-site" and not (
+                normal_path(x.path) == "/" and x.method == "GET"
+                and x.headers.get("sec-fetch-mode") == "navigate"):
             raise Denied("a foreign web page may not call this daemon", status=403)
         if x.method != "OPTIONS":
             return False
@@ -13100,7 +13343,8 @@ class Gateway:
         raise Missing(f"there is no {path[:200]}", f"did you mean {close[0]}?")
 
     def _check_key(self, x: Exchange, route: Route) -> None:
-        if route.auth == "open" and is_loopback(self.config.host):
+        if route.auth == "page" or (
+                route.auth == "open" and is_loopback(self.config.host)):
             return
         given = x.headers.get("authorization", "")
         given = given[7:] if given.lower().startswith("bearer ") else given
@@ -13381,6 +13625,7 @@ class Gateway:
             "queued_ms": round(lease.queued_ms, 1),
             "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
             "regret_ms": max(0, round(lease.regret_ms, 1)),
+            "moved_ms": round(lease.spent_ms, 1),
             "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
             "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
             lease.prompt if status == "ok" else None)
@@ -13454,6 +13699,51 @@ class Gateway:
 
     def _state(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document())
+
+    def _page(self, x: Exchange) -> None:
+        if not self.page:
+            raise Missing("there is no page here")
+        x.send(200, self.page.encode(), "text/html; charset=utf-8",
+               page_headers(self.page))
+
+    def _events(self, x: Exchange) -> None:
+        "Events as they happen, signs of life now and then, until the client leaves."
+        feed, config = self.keeper.feed, self.config
+        listener = feed.listen()
+        if listener is None:
+            raise Busy("too many pages listen already", "close some", retry_s=10)
+        try:
+            x.begin()
+            x.write(sse({"event": "hello", "schema": 1}))
+            beat_at = self.edges.clock.now() + config.heartbeat
+            while not self.keeper.stopping.is_set():
+                events = listener.take(0.5)
+                watched = x.watched()
+                if watched and self.edges.net.readable(watched, 0) and x.gone():
+                    raise ClientGone()
+                now = self.edges.clock.now()
+                if not events and now >= beat_at:
+                    events = [{"event": "beat"}]
+                if events:
+                    beat_at = now + config.heartbeat
+                    x.write(b"".join(map(sse, events)))
+            x.end()
+        finally:
+            feed.leave(listener)
+
+    def _diff(self, x: Exchange) -> None:
+        body = x.json()
+        texts = [body.get(k) for k in "ab"] if isinstance(body, dict) else []
+        if len(texts) != 2 or not all(isinstance(t, str) for t in texts):
+            raise BadAsk("two texts are needed", 'send {"a": "...", "b": "..."}')
+        a, b = texts
+        if len(a) + len(b) > _DIFF_MOST:
+            raise BadAsk(f"the texts have {len(a) + len(b)} characters, at most "
+                         f"{_DIFF_MOST} are compared", status=413)
+        at = next((i for i, (p, q) in enumerate(zip(a, b)) if p != q),
+                  min(len(a), len(b)))
+        x.send_json(200, {"class": divergence(a, b),
+                          "first_difference": None if a == b else at})
 
     def _cache(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document()["shelf"])
@@ -14929,8 +15219,9 @@ class Daemon:
     "One gateway in front of one engine, attached or started; `run` until stopped."
 
     def __init__(self, config: Config, where: Places, edges: Edges = REAL,
-                 engine: Optional[Engine] = None, process_plan: Optional[dict] = None):
-        self.config, self.where, self.edges = config, where, edges
+                 engine: Optional[Engine] = None, process_plan: Optional[dict] = None,
+                 page: str = ""):
+        self.config, self.where, self.edges, self.page = config, where, edges, page
         self.plan = process_plan         # {"binary", "model", ...} of a managed engine
         self.engine = engine
         self.process: Optional[EngineProcess] = None
@@ -15128,7 +15419,7 @@ class Daemon:
         self.recall = Recall(config, edges, self.where.file("recall.db")
                              if ledger is not None else "")
         gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set,
-                          self.recall)
+                          self.recall, self.page)
         try:
             self.server = FastServer(config.host, config.port, gateway,
                                      config.max_body_mb << 20, config.max_connections)
@@ -18244,6 +18535,1848 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
+# 0. PAGE - the web page as one readable text.
+#    uses: nothing.  offers: PAGE.
+#
+#    Everything is in it: no other address is asked, and the headers that go with it
+#    (`page_headers`) forbid that.  Text of models and people becomes text nodes, never
+#    markup.  While editing: `toki web --page FILE` reads the file anew for each visit.
+# ============================================================================
+PAGE = r"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>toki</title>
+<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'
+ viewBox='0 0 32 32'%3E%3Cg fill='%238a5f3c'%3E%3Ccircle cx='7' cy='8' r='5'/%3E%3C
+circle cx='25' cy='8' r='5'/%3E%3Cellipse cx='16' cy='17' rx='13.5' ry='12'/%3E%3C/g%3E
+%3Cellipse cx='16' cy='21' rx='6' ry='4.6' fill='%23f3e4cf'/%3E%3Cg fill='%23271c14'%3E
+%3Cellipse cx='16' cy='19' rx='2.4' ry='1.6'/%3E%3Ccircle cx='10.5' cy='15' r='1.5'/%3E
+%3Ccircle cx='21.5' cy='15' r='1.5'/%3E%3C/g%3E%3C/svg%3E">
+<style>
+/* --- colours: green was reused, clay was computed, slate was moved, plum is new --- */
+:root {
+  color-scheme: light dark;
+  --paper: light-dark(#f6f3ec, #171613);
+  --card: light-dark(#fffdf8, #201e1a);
+  --sunk: light-dark(#ece7db, #100f0d);
+  --ink: light-dark(#25221c, #ece7db);
+  --soft: light-dark(#655f52, #aaa292);
+  --line: light-dark(#ddd6c7, #38342b);
+  --edge: light-dark(#8d8575, #7d7565);
+  --reuse: light-dark(#27684a, #7fcaa2);
+  --reuse-wash: light-dark(#dfece2, #1d3428);
+  --compute: light-dark(#a34519, #f0a078);
+  --compute-wash: light-dark(#f7e4d8, #3e2618);
+  --move: light-dark(#3a5b89, #9cb9e2);
+  --decode: light-dark(#74497f, #cfaadb);
+  --on-accent: light-dark(#ffffff, #10201a);
+  --bear: light-dark(#8a5f3c, #b08258);
+  --bear-light: light-dark(#f3e4cf, #f0dfc6);
+  --sign: #27684a;
+  --bear-dark: light-dark(#33241a, #2a1d14);
+  --text: "Inter", system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
+  --serif: "Iowan Old Style", "Palatino Linotype", Palatino, P052, Charter, Georgia,
+    serif;
+  --mono: ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, monospace;
+}
+
+/* --- ground --- */
+* { box-sizing: border-box; }
+html, body { height: 100%; margin: 0; }
+body {
+  display: grid; grid-template-columns: 17rem minmax(0, 1fr);
+  background: var(--paper); color: var(--ink);
+  font: 0.9375rem/1.5 var(--text); -webkit-text-size-adjust: 100%;
+}
+[hidden] { display: none !important; }
+h1, h2, h3 { font-family: var(--serif); font-weight: 500; line-height: 1.2; margin: 0; }
+h2 { font-size: 1.45rem; letter-spacing: -0.01em; }
+p { margin: 0; }
+button, input, select, textarea { font: inherit; color: inherit; }
+button {
+  background: none; border: 1px solid transparent; border-radius: 0.45rem;
+  padding: 0.3rem 0.6rem; cursor: pointer; min-height: 2rem;
+}
+button:hover { background: color-mix(in srgb, var(--ink) 7%, transparent); }
+button.main {
+  background: var(--reuse); color: var(--on-accent); border-radius: 0.6rem;
+  font-weight: 600; padding: 0.4rem 1rem;
+}
+button.main:hover { background: color-mix(in srgb, var(--reuse) 88%, var(--ink)); }
+button.line { border-color: var(--edge); }
+button.small { font-size: 0.8125rem; padding: 0.1rem 0.5rem; min-height: 1.75rem;
+  color: var(--soft); }
+button.small:hover { color: var(--ink); }
+button:disabled { opacity: 0.5; cursor: default; }
+input, select, textarea {
+  background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
+  padding: 0.4rem 0.55rem; max-width: 100%;
+}
+:focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
+.soft { color: var(--soft); }
+.fig { font-variant-numeric: tabular-nums; }
+.skip { position: absolute; left: -99rem; }
+.skip:focus { left: 1rem; top: 1rem; background: var(--card); padding: 0.5rem;
+  z-index: 9; }
+.away { position: absolute; width: 1px; height: 1px; overflow: hidden;
+  clip-path: inset(50%); white-space: nowrap; }
+
+/* --- rail --- */
+.rail {
+  display: flex; flex-direction: column; gap: 1.1rem; min-height: 0; height: 100dvh;
+  padding: 1.1rem 0.9rem 0.8rem; border-right: 1px solid var(--line);
+}
+.brand { display: flex; align-items: center; gap: 0.7rem; padding: 0 0.3rem; }
+.brand svg { width: 3.1rem; height: 3.4rem; flex: none; }
+.brand h1 { font-size: 1.9rem; letter-spacing: -0.02em; line-height: 1; }
+.brand p { font: italic 0.8125rem/1.3 var(--serif); color: var(--soft); }
+.views { display: grid; grid-template-columns: 1fr 1fr; gap: 0.25rem;
+  background: var(--sunk); border-radius: 0.6rem; padding: 0.2rem; }
+.views a { text-align: center; padding: 0.28rem; border-radius: 0.45rem;
+  color: var(--soft); text-decoration: none; }
+.views a[aria-current] { background: var(--card); color: var(--ink); font-weight: 600; }
+.talks { flex: 1; min-height: 0; overflow-y: auto; display: flex;
+  flex-direction: column; }
+.talks h2 { font: 600 0.75rem/1 var(--text); color: var(--soft); letter-spacing: 0.04em;
+  padding: 0.5rem 0.6rem; display: flex; justify-content: space-between;
+  align-items: center; }
+.talks ul { list-style: none; margin: 0; padding: 0; }
+.talks li { display: flex; border-radius: 0.45rem; }
+.talks li > button:first-child { flex: 1; min-width: 0; text-align: left;
+  overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.talks li button.small { opacity: 0; }
+.talks li:hover button.small, .talks li:focus-within button.small { opacity: 1; }
+.talks li[data-here] { background: var(--card); box-shadow: 0 0 0 1px var(--line); }
+.foot { display: flex; flex-wrap: wrap; gap: 0.1rem; align-items: center;
+  border-top: 1px solid var(--line); padding-top: 0.6rem; }
+.foot button { padding: 0.1rem 0.45rem; }
+.foot p { width: 100%; padding: 0 0.5rem 0.35rem; font-size: 0.8125rem;
+  overflow-wrap: anywhere; }
+.dot { display: inline-block; width: 0.55rem; height: 0.55rem; border-radius: 50%;
+  background: var(--compute); margin-right: 0.4rem; }
+.dot[data-ok] { background: var(--reuse); }
+#menu { display: none; }
+
+/* --- chat --- */
+main { min-width: 0; height: 100dvh; }
+#chat { display: grid; grid-template-columns: minmax(0, 1fr);
+  grid-template-rows: auto minmax(0, 1fr) auto; height: 100%; }
+.bar { display: flex; gap: 0.5rem; align-items: center; padding: 0.8rem 1.5rem;
+  border-bottom: 1px solid var(--line); }
+.bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
+  white-space: nowrap; font-size: 1.2rem; }
+.bar select { max-width: 16rem; }
+#scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
+#messages, .composer { max-width: 45rem; margin: 0 auto; }
+#messages.wide { max-width: 80rem; }
+#messages.wide > :not(:has(.pair)) { max-width: 45rem; margin-left: auto;
+  margin-right: auto; }
+.message { margin-bottom: 1.9rem; }
+.message > header { display: flex; align-items: center; gap: 0.4rem;
+  font-size: 0.8125rem; color: var(--soft); margin-bottom: 0.3rem;
+  min-height: 1.75rem; }
+.message > header b { color: var(--ink); font-weight: 600; }
+.message .tools { margin-left: auto; display: flex; opacity: 0; }
+.message:hover .tools, .message:focus-within .tools { opacity: 1; }
+.user .said { border-left: 3px solid var(--edge); padding: 0.1rem 0 0.1rem 0.95rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.user textarea { width: 100%; }
+.said { overflow-wrap: anywhere; }
+.prose { font: 1.0625rem/1.62 var(--serif); }
+.prose > * + * { margin-top: 0.75em; }
+.prose h3, .prose h4, .prose h5 { font: 600 1.1em/1.3 var(--serif); }
+.prose ul, .prose ol { padding-left: 1.4em; margin-bottom: 0; }
+.prose blockquote { margin: 0.75em 0 0; padding-left: 1em; color: var(--soft);
+  border-left: 2px solid var(--line); }
+.prose a { color: var(--move); text-underline-offset: 0.15em; }
+.prose hr { border: 0; border-top: 1px solid var(--line); }
+.prose code, pre, .mono { font: 0.86em/1.55 var(--mono); }
+.prose :not(pre) > code { background: var(--sunk); border-radius: 0.25rem;
+  padding: 0.08em 0.3em; }
+.block { position: relative; }
+.block pre { margin: 0; background: var(--sunk); border-radius: 0.6rem;
+  overflow-x: auto; padding: 0.85rem 1rem; tab-size: 4; font-size: 0.8125rem; }
+.block button { position: absolute; top: 0.3rem; right: 0.3rem;
+  font-family: var(--text); background: var(--sunk); }
+.k { color: var(--move); } .s { color: var(--reuse); } .n { color: var(--compute); }
+.c { color: var(--soft); font-style: italic; }
+.prose .scroll { overflow-x: auto; }
+.prose table, .asks { border-collapse: collapse; }
+.prose td, .prose th { border-bottom: 1px solid var(--line); text-align: left;
+  padding: 0.3em 0.8em 0.3em 0; }
+.long { white-space: pre-wrap; }
+.thought { color: var(--soft); font-size: 0.875rem; margin-bottom: 0.6rem; }
+.thought div { white-space: pre-wrap; border-left: 2px solid var(--line);
+  padding-left: 0.8rem; margin-top: 0.3rem; }
+.trouble { color: var(--compute); background: var(--compute-wash);
+  border-radius: 0.5rem; padding: 0.5rem 0.8rem; margin-top: 0.5rem;
+  overflow-wrap: anywhere; }
+.wait { color: var(--soft); font: italic 1rem var(--serif); }
+
+/* --- the cache line under each reply --- */
+
+.cacheline { margin-top: 0.85rem; font-size: 0.8125rem; color: var(--soft);
+  border-top: 1px solid var(--line); padding-top: 0.5rem; }
+.cacheline b { color: var(--ink); font-weight: 600; }
+.cacheline button { color: var(--soft); text-decoration: underline;
+  text-underline-offset: 0.15em; padding: 0 0.2rem; min-height: 1.5rem; }
+.meter { display: flex; gap: 2px; height: 0.42rem; margin-bottom: 0.4rem; }
+.meter i { border-radius: 0.2rem; min-width: 3px; }
+.meter .r { background: var(--reuse); }
+.meter .x { background: repeating-linear-gradient(115deg, var(--compute) 0 3px,
+  color-mix(in srgb, var(--compute) 55%, transparent) 3px 6px); }
+.meter i[data-none] { display: none; }
+.green { color: var(--reuse) !important; } .clay { color: var(--compute) !important; }
+
+/* --- compare --- */
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2rem; }
+.pair > section { min-width: 0; display: flex; flex-direction: column; }
+.pair .cacheline { margin-top: auto; }
+.pair .prose { margin-bottom: 0.85rem; }
+.pair h3 { font: 600 0.8125rem var(--text); color: var(--soft); padding-bottom: 0.4rem;
+  margin-bottom: 0.7rem; border-bottom: 1px solid var(--line); }
+.pair h3 b { color: var(--ink); }
+.verdict { margin-top: 1rem; background: var(--sunk); border-radius: 0.7rem;
+  padding: 0.8rem 1rem; font-size: 0.875rem; }
+.verdict strong { font-family: var(--serif); font-size: 1.1rem; font-weight: 600; }
+.verdict .words { white-space: pre-wrap; overflow-wrap: anywhere; margin-top: 0.6rem;
+  max-height: 22rem; overflow-y: auto; font-family: var(--serif); font-size: 1rem; }
+del, ins { text-decoration-thickness: 1px; border-radius: 0.2rem; padding: 0 0.1em; }
+del { background: var(--compute-wash); color: var(--compute); }
+ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none; }
+
+/* --- composer --- */
+.dock { padding: 0 1.5rem 1rem; }
+.composer { border: 1px solid var(--edge); border-radius: 1rem; background: var(--card);
+  padding: 0.55rem; }
+.composer:focus-within { border-color: var(--move); box-shadow: 0 0 0 1px var(--move); }
+.composer textarea { display: block; width: 100%; border: 0; background: none;
+  resize: none; padding: 0.35rem 0.5rem; outline: none; max-height: 40vh;
+  min-height: 2.6rem; }
+.composer .row { display: flex; align-items: center; gap: 0.6rem; flex-wrap: wrap; }
+.modes { display: flex; border: 0; margin: 0; padding: 0; gap: 0.15rem; }
+.modes label { position: relative; padding: 0.2rem 0.7rem; border-radius: 0.45rem;
+  cursor: pointer; color: var(--soft); }
+.modes input { position: absolute; opacity: 0; inset: 0; cursor: pointer; }
+.modes label:has(:checked) { background: var(--reuse-wash); color: var(--reuse);
+  font-weight: 600; }
+.modes label:has(:focus-visible) { outline: 2px solid var(--move); }
+#hint { flex: 1; min-width: 0; color: var(--soft); font-size: 0.8125rem;
+  overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.empty { text-align: center; padding: 7vh 1rem 0; }
+.empty svg { width: 9.5rem; height: 10.4rem; }
+.empty h2 { font-size: 2rem; margin: 0.9rem 0 0.5rem; text-wrap: balance; }
+.empty p { color: var(--soft); max-width: 30rem; margin: 0 auto;
+  font: 1.0625rem/1.55 var(--serif); text-wrap: pretty; }
+
+/* --- cache --- */
+#cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
+#cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
+.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
+  justify-content: space-between; margin: 0 auto; }
+.figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
+  font-variant-numeric: lining-nums; }
+.figures span { color: var(--soft); font-size: 0.875rem; }
+#cache > section { margin-top: 2.6rem; }
+.head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
+  margin-bottom: 0.8rem; }
+.head p { color: var(--soft); font-size: 0.875rem; flex: 1; min-width: 14rem; }
+.forest { display: grid; grid-template-columns: minmax(0, 1fr) 22rem; gap: 1rem; }
+.forest svg { width: 100%; display: block; overflow: visible; }
+.forest ul { list-style: none; margin: 0; padding: 0; }
+.forest li { height: 3.25rem; display: flex; align-items: center; gap: 0.6rem;
+  border-bottom: 1px solid var(--line); }
+.forest li > div { flex: 1; min-width: 0; line-height: 1.3; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
+.forest li p { font-size: 0.8125rem; color: var(--soft); overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
+.mark { width: 0.75rem; height: 0.75rem; border-radius: 50%; flex: none;
+  background: var(--reuse); }
+.mark.snap { border-radius: 0.15rem; background: var(--move); }
+.mark.busy { background: var(--compute); }
+svg text { font: 0.75rem var(--text); fill: var(--soft);
+  font-variant-numeric: tabular-nums; }
+svg text.loud { fill: var(--ink); font-weight: 600; }
+.lanes { background: var(--card); border: 1px solid var(--line); border-radius: 0.7rem;
+  padding: 0.6rem 0.8rem 0.3rem; }
+.lanes svg { display: block; width: 100%; }
+.lanes rect[data-ask] { cursor: pointer; }
+.key { display: inline-flex; align-items: center; gap: 0.35rem; margin-right: 0.9rem; }
+.key i { width: 0.85rem; height: 0.6rem; border-radius: 0.15rem; }
+.asks { width: 100%; font-size: 0.875rem; }
+.asks th { text-align: left; color: var(--soft); font-weight: 500;
+  font-size: 0.8125rem; }
+.asks td, .asks th { padding: 0.3rem 0.9rem 0.3rem 0; vertical-align: middle;
+  border-bottom: 1px solid var(--line); }
+.asks td.fig, .asks th.fig { text-align: right; white-space: nowrap; }
+.asks td:last-child { color: var(--soft); max-width: 24rem; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; padding-right: 0; }
+.asks .meter { margin: 0; width: 8rem; }
+.asks tr[data-here] { background: var(--reuse-wash); }
+.sideways { overflow-x: auto; }
+#why { background: var(--card); border: 1px solid var(--line); border-radius: 0.8rem;
+  padding: 1.1rem 1.3rem; margin-bottom: 1rem; }
+#why dl { display: grid; grid-template-columns: 9rem 1fr; gap: 0.25rem 1rem;
+  margin: 0.6rem 0 0; }
+#why dt { color: var(--soft); } #why dd { margin: 0; overflow-wrap: anywhere; }
+.texts { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin-top: 0.8rem; }
+.texts pre { margin: 0.2rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
+  background: var(--sunk); padding: 0.7rem; border-radius: 0.5rem;
+  font-size: 0.8125rem; max-height: 14rem; overflow-y: auto; }
+.notice { background: var(--compute-wash); color: var(--ink); border-radius: 0.7rem;
+  padding: 0.6rem 0.9rem; display: flex; gap: 1rem; align-items: center;
+  margin-top: 1.2rem; }
+
+/* --- dialogs --- */
+dialog { border: 1px solid var(--line); border-radius: 1rem; background: var(--card);
+  color: var(--ink); padding: 1.4rem; width: min(34rem, calc(100vw - 2rem)); }
+dialog::backdrop { background: rgb(0 0 0 / 0.4); }
+dialog form { display: grid; gap: 0.9rem; }
+dialog label { display: grid; gap: 0.25rem; font-size: 0.875rem; }
+dialog textarea { min-height: 8rem; resize: vertical; }
+.grid { display: grid; grid-template-columns: 1fr 1fr; gap: 0.8rem; }
+.row.end { display: flex; justify-content: flex-end; gap: 0.5rem; }
+kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius: 0.3rem;
+  padding: 0 0.35rem; }
+#help dl { display: grid; grid-template-columns: auto 1fr; gap: 0.4rem 1rem; }
+#help dd { margin: 0; }
+
+/* --- narrow --- */
+@media (max-width: 60rem) {
+  .forest { grid-template-columns: minmax(0, 1fr) minmax(0, 1.35fr); }
+  .figures { grid-template-columns: 1fr 1fr; }
+}
+@media (max-width: 48rem) {
+  body { grid-template-columns: minmax(0, 1fr); grid-template-rows: auto minmax(0, 1fr);
+    height: 100dvh; }
+  main { height: auto; min-height: 0; }
+  .rail { height: auto; padding: 0.5rem 0.8rem; border-right: 0; gap: 0.6rem;
+    border-bottom: 1px solid var(--line); display: grid;
+    grid-template-columns: auto 1fr auto; align-items: center; }
+  .brand svg { width: 2rem; height: 2.2rem; }
+  .brand h1 { font-size: 1.4rem; } .brand p { display: none; }
+  #menu { display: block; }
+  .talks, .foot { display: none; grid-column: 1 / -1; }
+  .rail[data-open] .talks { display: flex; max-height: 50dvh; }
+  .rail[data-open] .foot { display: flex; }
+  .bar { padding: 0.5rem 0.9rem; } .bar select { max-width: 8rem; }
+  #scroll { padding: 1rem 0.9rem; } .dock { padding: 0 0.6rem 0.6rem; }
+  .pair, .texts { grid-template-columns: minmax(0, 1fr); }
+  #hint { display: none; } #send, #stop { margin-left: auto; }
+  #cache { padding: 1.1rem 0.9rem 3rem; }
+  .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
+  .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
+  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
+  .message .tools, .talks li button.small { opacity: 1; }
+}
+@media (hover: none) { .message .tools, .talks li button.small { opacity: 1; } }
+@media (prefers-reduced-motion: no-preference) {
+  .breath { animation: breath 4s ease-in-out infinite; transform-origin: 50% 100%; }
+  @keyframes breath { 50% { transform: scaleY(1.015); } }
+}
+</style>
+</head>
+<body>
+<a class="skip" href="#chat" id="skip">Skip to the message box</a>
+<svg width="0" height="0" aria-hidden="true" class="away"><defs>
+<g id="arrow">
+ <path d="M52.6 97.6 57.6 88.9Q60 84.8 62.4 88.9L64.6 92.7" fill="none"
+  stroke-width="4.4" stroke="var(--sign)"/>
+ <path d="M59.6 95.6 69.1 90.1 69.2 100.8Z" fill="var(--sign)"/></g>
+<symbol id="bear" viewBox="8 6 104 124">
+ <g fill="var(--bear)">
+  <circle cx="31" cy="27" r="14"/><circle cx="89" cy="27" r="14"/>
+  <path d="M24 104C24 82 40 74 60 74S96 82 96 104 82 127 60 127 24 126 24 104Z"/>
+  <ellipse cx="27" cy="100" rx="9" ry="17" transform="rotate(16 27 100)"/>
+  <ellipse cx="93" cy="100" rx="9" ry="17" transform="rotate(-16 93 100)"/>
+  <ellipse cx="60" cy="49" rx="40" ry="34"/>
+  <ellipse cx="38" cy="123" rx="13" ry="6.5"/>
+  <ellipse cx="82" cy="123" rx="13" ry="6.5"/>
+ </g>
+ <g fill="var(--bear-light)">
+  <circle cx="31" cy="27" r="7"/><circle cx="89" cy="27" r="7"/>
+  <ellipse cx="60" cy="61" rx="18" ry="14"/>
+  <circle cx="60" cy="101" r="23.5"/>
+ </g>
+ <g><use href="#arrow"/><use href="#arrow" transform="rotate(120 60 101.5)"/>
+  <use href="#arrow" transform="rotate(240 60 101.5)"/></g>
+ <g fill="var(--bear-dark)">
+  <ellipse cx="60" cy="55" rx="6.5" ry="4.5"/>
+  <circle cx="43" cy="45" r="3.6"/><circle cx="77" cy="45" r="3.6"/></g>
+ <g fill="var(--bear-light)"><circle cx="44.3" cy="43.8" r="1.1"/>
+  <circle cx="78.3" cy="43.8" r="1.1"/></g>
+ <path d="M60 59v4M53 65q4 4 7-2 3 6 7 2" fill="none" stroke="var(--bear-dark)"
+  stroke-width="2" stroke-linecap="round"/>
+</symbol></defs></svg>
+
+<header class="rail" id="rail">
+ <div class="brand"><svg aria-hidden="true"><use href="#bear"/></svg>
+  <div><h1>toki</h1><p>nothing is computed twice</p></div></div>
+ <nav class="views" aria-label="Views"><a href="#chat" id="to-chat">Chat</a>
+  <a href="#cache" id="to-cache">Cache</a></nav>
+ <button id="menu" class="line" aria-expanded="false"
+  aria-controls="talks">Menu</button>
+ <nav class="talks" id="talks" aria-label="Conversations">
+  <h2>Conversations <button class="small" id="new">New</button></h2>
+  <ul id="list"></ul></nav>
+ <div class="foot"><p class="soft"><span class="dot" id="dot"></span><span
+   id="engine">looking for the daemon</span></p>
+  <button class="small" id="theme">Theme</button>
+  <button class="small" id="export">Export</button>
+  <button class="small" id="import">Import</button>
+  <button class="small" id="keys">Keys</button>
+  <input type="file" id="file" accept="application/json,.json" hidden></div>
+</header>
+
+<main>
+<noscript><p class="trouble">This page needs its own script, which comes with it and
+loads nothing else. Without it, use <code>toki tui</code> or <code>toki
+status</code>.</p></noscript>
+<section id="chat" aria-label="Chat">
+ <header class="bar"><h2 id="title">New conversation</h2>
+  <label class="away" for="model">Model</label><select id="model"></select>
+  <button class="line" id="tune">Settings</button></header>
+ <div id="scroll" tabindex="0" aria-label="Messages"><div id="messages"></div></div>
+ <div class="dock"><form class="composer" id="composer">
+  <label class="away" for="box">Message</label>
+  <textarea id="box" rows="1" placeholder="Write to the model"></textarea>
+  <div class="row"><fieldset class="modes" id="modes"><legend class="away">How
+    to ask</legend>
+   <label><input type="radio" name="mode" value="cached" checked>Cached</label>
+   <label><input type="radio" name="mode" value="raw">Raw</label>
+   <label><input type="radio" name="mode" value="compare">Compare</label></fieldset>
+   <span id="hint"></span>
+   <button class="main" id="send">Send</button>
+   <button class="main" id="stop" type="button" hidden>Stop</button></div>
+ </form></div>
+</section>
+
+<section id="cache" aria-label="Cache" hidden>
+ <div class="figures" id="figures"></div>
+ <div class="notice" id="locked" hidden><span>The timeline in real time, reasons and
+  buttons need this machine's token.</span>
+  <button class="line" id="unlock">Enter token</button></div>
+ <section aria-labelledby="h-forest"><div class="head"><h2 id="h-forest">What is
+   held</h2><p id="forest-say"></p><button class="line" id="warm">Warm a
+   beginning</button></div>
+  <div class="forest" id="forest"></div></section>
+ <section aria-labelledby="h-lanes"><div class="head"><h2 id="h-lanes">The last two
+   minutes</h2><p id="legend"></p></div>
+  <div class="lanes" id="lanes"></div></section>
+ <section aria-labelledby="h-asks"><div class="head"><h2 id="h-asks">Asks</h2>
+   <p>Choose one to see what it computed, and why.</p></div>
+  <div id="why" tabindex="-1" hidden></div>
+  <div class="sideways"><table class="asks"><thead><tr><th scope="col">Ask</th>
+   <th scope="col">When</th><th scope="col">Mode</th><th scope="col">Reused</th>
+   <th scope="col" class="fig">Tokens</th><th scope="col" class="fig">First token</th>
+   <th scope="col" class="fig">Whole</th><th scope="col">Decided</th></tr></thead>
+   <tbody id="asks"></tbody></table></div></section>
+</section>
+</main>
+<div class="away" role="status" aria-live="polite" id="say"></div>
+
+<dialog id="login" aria-labelledby="h-login"><form method="dialog">
+ <h2 id="h-login">This needs the token</h2>
+ <p class="soft">It stands in the file <span class="mono">token</span> of toki's state
+  folder, which only you can read. The page forgets it when this tab closes.</p>
+ <label>Token<input id="token" type="password" autocomplete="off" required></label>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Unlock</button></div></form></dialog>
+
+<dialog id="tuning" aria-labelledby="h-tune"><form method="dialog">
+ <h2 id="h-tune">This conversation</h2>
+ <label>Title<input id="p-title" maxlength="120"></label>
+ <label>System prompt<textarea id="p-system"></textarea></label>
+ <div class="grid"><label>Temperature<input id="p-temperature" type="number" min="0"
+   max="5" step="any" placeholder="the engine's"></label>
+  <label>Top p<input id="p-top_p" type="number" min="0" max="1" step="any"
+   placeholder="the engine's"></label>
+  <label>Most tokens<input id="p-max_tokens" type="number" min="1" step="1"
+   placeholder="no limit"></label>
+  <label>Seed<input id="p-seed" type="number" min="0" step="1"
+   placeholder="random"></label></div>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Keep</button></div></form></dialog>
+
+<dialog id="warming" aria-labelledby="h-warm"><form method="dialog">
+ <h2 id="h-warm">Warm a beginning</h2>
+ <p class="soft">toki computes it now, keeps it pinned on the shelf, and every
+  conversation that begins with it starts there.</p>
+ <label>System prompt<textarea id="w-text" required></textarea></label>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Warm it</button></div></form></dialog>
+
+<dialog id="sure" aria-labelledby="h-sure"><form method="dialog">
+ <h2 id="h-sure"></h2><p class="soft" id="sure-text"></p>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes" id="sure-yes"></button></div></form></dialog>
+
+<dialog id="help" aria-labelledby="h-help"><form method="dialog">
+ <h2 id="h-help">Keys</h2>
+ <dl><dt><kbd>Enter</kbd></dt><dd>send; <kbd>Shift</kbd> <kbd>Enter</kbd> for a new
+   line</dd><dt><kbd>Esc</kbd></dt><dd>stop the reply</dd><dt><kbd>/</kbd></dt>
+   <dd>to the message box</dd><dt><kbd>n</kbd></dt><dd>new conversation</dd>
+   <dt><kbd>c</kbd>
+   <kbd>m</kbd></dt><dd>chat, cache</dd><dt><kbd>1</kbd> <kbd>2</kbd> <kbd>3</kbd></dt>
+   <dd>cached, raw, compare</dd><dt><kbd>t</kbd></dt><dd>light, dark, as the
+   system</dd></dl>
+ <p class="soft">Letters and digits count outside of text fields.</p>
+ <div class="row end"><button class="main" value="yes">Close</button></div>
+</form></dialog>
+
+<script>
+"use strict";
+/* --- words --- */
+const $ = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+function fill(node, props, kids) {
+  for (const [name, value] of Object.entries(props || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "text") node.textContent = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "wide") node.style.setProperty("flex-grow", value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...kids.flat().filter((kid) => kid !== null && kid !== undefined));
+  return node;
+}
+const el = (tag, props, ...kids) => fill(document.createElement(tag), props, kids);
+const svg = (tag, props, ...kids) =>
+  fill(document.createElementNS(SVG, tag), props, kids);
+const num = (n) => n === null || n === undefined ? "?" : n.toLocaleString("en");
+const many = (n, word) => `${num(n)} ${word}${n === 1 ? "" : "s"}`;
+function ms(x) {
+  if (x === null || x === undefined) return "?";
+  if (x < 10) return `${x.toFixed(1)} ms`;
+  if (x < 1000) return `${Math.round(x)} ms`;
+  if (x < 60000) return `${(x / 1000).toFixed(1)} s`;
+  if (x < 3600000) return `${Math.floor(x / 60000)} min ${Math.round(x / 1000) % 60} s`;
+  return `${Math.floor(x / 3600000)} h ${Math.round(x / 60000) % 60} min`;
+}
+function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let i = 0;
+  for (; n >= 1024 && i < 4; i++) n /= 1024;
+  return `${i ? n.toFixed(1) : n} ${units[i]}`;
+}
+function age(s) {
+  if (s === null || s === undefined) return "never used";
+  if (s < 60) return `${Math.max(0, Math.round(s))} s ago`;
+  if (s < 5400) return `${Math.round(s / 60)} min ago`;
+  if (s < 172800) return `${Math.round(s / 3600)} h ago`;
+  return `${Math.round(s / 86400)} d ago`;
+}
+const say = (text) => { $("say").textContent = text; };
+function kept(name) {
+  try { return localStorage.getItem(name); } catch { return null; }
+}
+function keep(name, value) {
+  try {
+    if (value === null) localStorage.removeItem(name);
+    else localStorage.setItem(name, value);
+    return true;
+  } catch (error) {
+    say(`The browser keeps nothing more: ${error.message}. Export, then remove some.`);
+    return false;
+  }
+}
+
+/* --- the daemon --- */
+let token = null;
+function readFragment() {
+  const found = /^#token=(.+)$/.exec(location.hash);
+  if (!found) return;
+  token = decodeURIComponent(found[1]);
+  history.replaceState(null, "", location.pathname + "#chat");
+  try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
+}
+try { token = sessionStorage.getItem("toki.token"); } catch { /* not kept */ }
+readFragment();
+
+class Refused extends Error {
+  constructor(status, message) { super(message); this.status = status; }
+}
+/* A dialog's answer: true when its main button was used. */
+function asked(dialog) {
+  return new Promise((done) => {
+    dialog.returnValue = "";
+    dialog.addEventListener("close", () => done(dialog.returnValue === "yes"),
+      { once: true });
+    dialog.showModal();
+  });
+}
+for (const button of document.querySelectorAll("dialog button[value=no]")) {
+  button.addEventListener("click", () => button.closest("dialog").close("no"));
+}
+let login = null;
+function askToken() {
+  login = login || (async () => {
+    $("token").value = "";
+    const yes = await asked($("login"));
+    login = null;
+    if (!yes || !$("token").value.trim()) return false;
+    token = $("token").value.trim();
+    try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
+    return true;
+  })();
+  return login;
+}
+/* A response that is fine; asks for the token where one is needed, unless `quiet`. */
+async function call(path, { body, signal, quiet } = {}) {
+  for (;;) {
+    const headers = {};
+    if (token) headers.Authorization = "Bearer " + token;
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const used = token;
+    const reply = await fetch(path, { method: body === undefined ? "GET" : "POST",
+      headers, signal, cache: "no-store",
+      body: body === undefined ? undefined : JSON.stringify(body) });
+    if (reply.ok) return reply;
+    const locked = reply.status === 401 && !quiet;
+    if (locked && (used !== token || await askToken())) continue;
+    let words = `${reply.status} ${reply.statusText}`;
+    try { words = (await reply.json()).error.message || words; } catch { /* no JSON */ }
+    throw new Refused(reply.status, words);
+  }
+}
+const ask = async (path, options) => (await call(path, options)).json();
+async function* events(reply) {
+  const reader = reply.body.getReader(), decoder = new TextDecoder();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).trimStart()).join("\n");
+        if (data && data !== "[DONE]") yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/* --- markdown: text nodes and a few elements, nothing that text can name --- */
+const FORMATTED = 20000;      // a longer block is shown as it came
+function inline(text) {
+  const out = [];
+  let plain = "", i = 0;
+  const dead = {};            // marks without a partner further on
+  const flush = () => { if (plain) { out.push(plain); plain = ""; } };
+  const closes = (mark, from) => {
+    if (dead[mark]) return -1;
+    const at = text.indexOf(mark, from);
+    if (at < 0) dead[mark] = true;
+    return at;
+  };
+  while (i < text.length) {
+    const c = text[i];
+    if (c === "\\" && /[\\`*_{}[\]()#+\-.!~|>]/.test(text[i + 1] || "")) {
+      plain += text[i + 1]; i += 2; continue;
+    }
+    if (c === "`") {
+      const mark = /^`+/.exec(text.slice(i, i + 8))[0];
+      const end = closes(mark, i + mark.length);
+      if (end > 0) {
+        flush();
+        out.push(el("code", { text: text.slice(i + mark.length, end).trim() }));
+        i = end + mark.length; continue;
+      }
+      plain += mark; i += mark.length; continue;
+    }
+    const strong = text.startsWith("**", i) ? "**" : text.startsWith("~~", i) ? "~~"
+      : c === "*" || c === "_" ? c : "";
+    const inWord = /\w/.test(text[i - 1] || "");
+    if (strong && /\S/.test(text[i + strong.length] || "") && !(c === "_" && inWord)) {
+      const end = closes(strong, i + strong.length + 1);
+      if (end > 0 && /\S/.test(text[end - 1]) && end - i < 2000
+          && !(c === "_" && /\w/.test(text[end + 1] || ""))) {
+        flush();
+        const tag = strong === "**" ? "strong" : strong === "~~" ? "s" : "em";
+        out.push(el(tag, null, inline(text.slice(i + strong.length, end))));
+        i = end + strong.length; continue;
+      }
+    }
+    if (c === "[" || (c === "!" && text[i + 1] === "[")) {
+      const link = /^!?\[([^\]\n]{0,500})\]\(([^()\s]{1,2000})(?: "[^"\n]{0,200}")?\)/
+        .exec(text.slice(i, i + 2800));
+      if (link) {
+        flush();
+        out.push(anchor(link[2], link[1] || link[2]));
+        i += link[0].length; continue;
+      }
+    }
+    if (c === "h" && !inWord) {
+      const url = /^https?:\/\/[^\s<>"'`\])]{2,2000}/.exec(text.slice(i, i + 2010));
+      if (url) {
+        const address = url[0].replace(/[.,;:!?]+$/, "");
+        flush();
+        out.push(anchor(address, address));
+        i += address.length; continue;
+      }
+    }
+    plain += c; i++;
+  }
+  flush();
+  return out;
+}
+/* Only http(s) becomes a link; pictures are never fetched, they become links too. */
+function anchor(address, text) {
+  let url = null;
+  try { url = new URL(address); } catch { /* relative, or no address */ }
+  if (!url || !/^https?:$/.test(url.protocol)) return `${text} (${address})`;
+  return el("a", { href: url.href, rel: "noopener noreferrer nofollow",
+    target: "_blank", text });
+}
+const KEYWORDS = new Set(("and as assert async await break case catch class const " +
+  "continue def default del do elif else enum except export extends false False fi " +
+  "finally fn for foreach from func function global if impl import in interface is " +
+  "lambda let match mut namespace new nil None not null or package pass private " +
+  "public raise return self static struct super switch template then this throw " +
+  "trait true True try type typeof union use using var void where while with yield " +
+  "SELECT FROM WHERE INSERT UPDATE DELETE JOIN ORDER GROUP BY LIMIT").split(" "));
+const CODE = new RegExp([/(\/\/[^\n]*|#[^\n]*|--[ ][^\n]*|\/\*[^]*?\*\/)/,
+  /("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|`[^`]*`)/, /(\b\d[\w.]*\b)/,
+  /([A-Za-z_]\w*)/].map((part) => part.source).join("|"), "g");
+function code(text) {
+  if (text.length > FORMATTED) return [text];
+  const out = [];
+  let at = 0;
+  for (const m of text.matchAll(CODE)) {
+    const kind = m[1] ? "c" : m[2] ? "s" : m[3] ? "n" : KEYWORDS.has(m[4]) ? "k" : "";
+    if (!kind) continue;
+    out.push(text.slice(at, m.index), el("span", { class: kind, text: m[0] }));
+    at = m.index + m[0].length;
+  }
+  out.push(text.slice(at));
+  return out;
+}
+function codeBlock(text, language) {
+  return el("div", { class: "block" },
+    el("pre", { tabindex: "0", "aria-label": `Code ${language}` },
+      el("code", null, code(text))),
+    el("button", { class: "small", type: "button", text: "Copy",
+      onclick: (event) => copy(text, event.currentTarget) }));
+}
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch { button.textContent = "Not allowed"; }
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+/* [{source, build}]: pieces of a text that stand alone. */
+function blocks(text) {
+  const lines = text.split("\n"), out = [];
+  let i = 0;
+  const push = (from, build) => out.push({ source: lines.slice(from, i).join("\n"),
+    build });
+  const other = /^\s{0,3}(```|~~~|#{1,6}\s|>|([-*+]|\d{1,9}[.)])\s+\S)/;
+  while (i < lines.length) {
+    const line = lines[i], from = i;
+    const fence = /^\s{0,3}(```+|~~~+)\s*([\w+#.-]*)/.exec(line);
+    if (!line.trim()) { i++; continue; }
+    if (fence) {
+      const body = [];
+      for (i++; i < lines.length && !lines[i].trim().startsWith(fence[1]); i++) {
+        body.push(lines[i]);
+      }
+      i++;
+      push(from, () => codeBlock(body.join("\n"), fence[2]));
+    } else if (/^#{1,6}\s/.test(line)) {
+      i++;
+      const level = Math.min(5, 2 + /^#+/.exec(line)[0].length);
+      const words = line.replace(/^#+\s*|\s*#+\s*$/g, "");
+      push(from, () => el("h" + level, null, inline(words)));
+    } else if (/^\s{0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) {
+      i++;
+      push(from, () => el("hr"));
+    } else if (/^\s*>/.test(line)) {
+      while (i < lines.length && /^\s*>/.test(lines[i])) i++;
+      const inner = lines.slice(from, i).map((x) => x.replace(/^\s*>\s?/, ""))
+        .join("\n");
+      push(from, () => el("blockquote", null, inline(inner)));
+    } else if (/^\s*([-*+]|\d{1,9}[.)])\s+\S/.test(line)) {
+      while (i < lines.length && (/^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i])
+          || (/^\s{2,}\S/.test(lines[i])))) i++;
+      const own = lines.slice(from, i);
+      push(from, () => list(own));
+    } else if (line.includes("|") && /^[\s|:-]*-[\s|:-]*$/.test(lines[i + 1] || "")
+        && lines[i + 1].includes("|")) {
+      while (i < lines.length && lines[i].includes("|")) i++;
+      const own = lines.slice(from, i);
+      push(from, () => tableOf(own));
+    } else {
+      i++;
+      while (i < lines.length && lines[i].trim() && !other.test(lines[i])) i++;
+      const own = lines.slice(from, i).join("\n");
+      const breaks = (part) => typeof part !== "string" ? [part]
+        : part.split(/(?: {2,}|\\)\n/).flatMap((x, k) => k ? [el("br"), x] : [x]);
+      push(from, () => el("p", null, inline(own).flatMap(breaks)));
+    }
+  }
+  return out;
+}
+function list(lines) {
+  const deep = (line) => /^\s*/.exec(line)[0].length;
+  const item = /^\s*([-*+]|\d{1,9}[.)])\s/;
+  const base = deep(lines[0]), ordered = /^\s*\d/.test(lines[0]);
+  const root = el(ordered ? "ol" : "ul", ordered
+    ? { start: parseInt(lines[0].trim(), 10) } : null);
+  for (let i = 0; i < lines.length;) {
+    const own = [lines[i].replace(/^\s*([-*+]|\d{1,9}[.)])\s+/, "")], inner = [];
+    for (i++; i < lines.length && deep(lines[i]) > base; i++) {
+      if (inner.length || item.test(lines[i])) inner.push(lines[i]);
+      else own.push(lines[i].trim());
+    }
+    root.append(el("li", null, inline(own.join("\n")),
+      inner.length && base < 24 ? list(inner) : null));
+  }
+  return root;
+}
+function tableOf(lines) {
+  const cells = (line, tag) => el("tr", null, line.trim().replace(/^\||\|$/g, "")
+    .split("|").map((cell) => el(tag, null, inline(cell.trim()))));
+  return el("div", { class: "scroll" }, el("table", null,
+    el("thead", null, cells(lines[0], "th")),
+    el("tbody", null, lines.slice(2).map((line) => cells(line, "td")))));
+}
+/* Draws into `node` only the blocks that changed since the last time. */
+function render(node, text) {
+  const old = node.blocks || [], now = blocks(text);
+  now.forEach((block, i) => {
+    if (old[i] && old[i].source === block.source) { block.node = old[i].node; return; }
+    block.node = block.source.length > FORMATTED
+      ? el("p", { class: "long", text: block.source }) : block.build();
+    if (old[i]) old[i].node.replaceWith(block.node);
+    else node.append(block.node);
+  });
+  for (const gone of old.slice(now.length)) gone.node.remove();
+  node.blocks = now;
+}
+
+/* --- word diff: [same | less | more, text] --- */
+const WORDS = /\s+|[\p{L}\p{N}_'’]+|[^\s\p{L}\p{N}_]/gu;
+const words = (text) => text.match(WORDS) || [];
+function wordDiff(a, b) {
+  const x = words(a), y = words(b), out = [];
+  const put = (kind, part) => {
+    if (!part) return;
+    const last = out[out.length - 1];
+    if (last && last[0] === kind) last[1] += part;
+    else out.push([kind, part]);
+  };
+  let from = 0, p = x.length, q = y.length;
+  while (from < p && from < q && x[from] === y[from]) from++;
+  while (p > from && q > from && x[p - 1] === y[q - 1]) { p--; q--; }
+  put("same", x.slice(0, from).join(""));
+  const n = p - from, m = q - from, wide = m + 1;
+  if (n * m > 4e6) {          // too large a table: shown as one replacement
+    put("less", x.slice(from, p).join(""));
+    put("more", y.slice(from, q).join(""));
+  } else {
+    const best = new Uint16Array((n + 1) * wide);
+    for (let i = n - 1; i >= 0; i--) {
+      for (let j = m - 1; j >= 0; j--) {
+        best[i * wide + j] = x[from + i] === y[from + j]
+          ? best[(i + 1) * wide + j + 1] + 1
+          : Math.max(best[(i + 1) * wide + j], best[i * wide + j + 1]);
+      }
+    }
+    let i = 0, j = 0;
+    while (i < n || j < m) {
+      if (i < n && j < m && x[from + i] === y[from + j]) {
+        put("same", x[from + i]); i++; j++;
+      } else if (j >= m || (i < n
+          && best[(i + 1) * wide + j] >= best[i * wide + j + 1])) {
+        put("less", x[from + i++]);
+      } else put("more", y[from + j++]);
+    }
+  }
+  put("same", x.slice(p).join(""));
+  return out;
+}
+const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
+  || kind === only).map(([kind, text]) => kind === "same" ? text
+  : el(kind === "less" ? "del" : "ins", { text }));
+
+/* --- the cache line --- */
+const SOURCES = { resident: "from its slot", fork: "copied from another slot",
+  shelf: "from the shelf", none: "nothing to reuse" };
+function meter(reused, computed) {
+  return el("div", { class: "meter", role: "img",
+    "aria-label": `${num(reused)} tokens reused, ${num(computed)} computed` },
+  el("i", { class: "r", wide: reused || 0, "data-none": !reused }),
+  el("i", { class: "x", wide: computed || 0, "data-none": !computed }));
+}
+function cacheLine(cache) {
+  if (!cache) return el("div", { class: "cacheline", text: "no figures came with it" });
+  return el("div", { class: "cacheline", "data-ask": cache.ask },
+    meter(cache.reused_tokens, cache.computed_tokens),
+    el("div", { class: "fig" }, el("b", { text: num(cache.prompt_tokens) }),
+      " tokens in, ", el("b", { class: "green", text: num(cache.reused_tokens) }),
+      " reused, ", el("b", { class: "clay", text: num(cache.computed_tokens) }),
+    " computed; first token ", el("b", { text: ms(cache.ttft_ms) }), ", whole turn ",
+    el("b", { text: ms(cache.total_ms) })),
+    el("div", null, cache.mode === "raw" ? cache.why
+      : `${cache.mode}, ${SOURCES[cache.source] || cache.source}: ${cache.why}`, " ",
+    el("button", { type: "button", text: `ask ${cache.ask}`,
+      "aria-label": `Why ask ${cache.ask}`,
+      onclick: () => { location.hash = `#cache/${cache.ask}`; } })));
+}
+
+/* --- conversations, kept in this browser --- */
+const talks = new Map();
+let here = null, running = null;
+for (let i = 0; i < 1e4; i++) {
+  let name = null;
+  try { name = localStorage.key(i); } catch { break; }
+  if (name === null) break;
+  if (!name.startsWith("toki.talk.")) continue;
+  try {
+    const talk = JSON.parse(kept(name));
+    if (sound(talk)) talks.set(talk.id, talk);
+  } catch { /* not ours */ }
+}
+function sound(talk) {
+  return talk && typeof talk.id === "string" && typeof talk.title === "string"
+    && Array.isArray(talk.messages) && talk.messages.every((m) => m
+      && typeof m.text === "string" && (m.role === "user" || m.role === "assistant"));
+}
+const fresh = () => ({ id: crypto.getRandomValues(new Uint32Array(3)).join("-"),
+  title: "", at: Date.now(), system: "", params: {}, messages: [] });
+function store(talk) {
+  talk.at = Date.now();
+  talks.set(talk.id, talk);
+  keep("toki.talk." + talk.id, JSON.stringify(talk));
+  drawList();
+}
+const named = (talk) => talk.title || (talk.messages.length
+  ? talk.messages[0].text.trim().slice(0, 60) : "") || "New conversation";
+function drawList() {
+  const sorted = [...talks.values()].sort((a, b) => b.at - a.at);
+  $("list").replaceChildren(...sorted.map((talk) => el("li",
+    { "data-here": talk === here },
+    el("button", { text: named(talk), "aria-current": talk === here ? "true" : null,
+      onclick: () => { open(talk); location.hash = "#chat"; } }),
+    el("button", { class: "small", text: "Remove",
+      "aria-label": `Remove ${named(talk)}`, onclick: () => remove(talk) }))));
+}
+async function sure(title, text, yes) {
+  $("h-sure").textContent = title;
+  $("sure-text").textContent = text;
+  $("sure-yes").textContent = yes;
+  return asked($("sure"));
+}
+async function remove(talk) {
+  if (!await sure("Remove this conversation?", named(talk), "Remove")) return;
+  if (running && running.talk === talk) running.abort.abort();
+  talks.delete(talk.id);
+  keep("toki.talk." + talk.id, null);
+  if (talk === here) open(fresh());
+  drawList();
+}
+function open(talk) {
+  here = talk;
+  $("rail").removeAttribute("data-open");
+  drawList();
+  drawChat();
+}
+function exportAll() {
+  const data = JSON.stringify({ schema: 1, toki: "conversations",
+    conversations: [...talks.values()] }, null, 1);
+  const link = el("a", { download: "toki-conversations.json",
+    href: URL.createObjectURL(new Blob([data], { type: "application/json" })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  say(`${many(talks.size, "conversation")} exported`);
+}
+async function importAll(file) {
+  try {
+    const data = JSON.parse(await file.text());
+    const good = (data.conversations || []).filter(sound);
+    for (const talk of good) {
+      talk.params = talk.params || {};
+      talks.set(talk.id, talk);
+      keep("toki.talk." + talk.id, JSON.stringify(talk));
+    }
+    drawList();
+    say(`${many(good.length, "conversation")} imported`);
+  } catch (error) {
+    await sure("This file cannot be imported", error.message, "Close");
+  }
+}
+
+/* --- chat --- */
+const HINTS = { cached: "reuses every token that is known",
+  raw: "computes everything again: the honest baseline",
+  compare: "asks twice, side by side, with a word diff" };
+const mode = () => document.querySelector("[name=mode]:checked").value;
+const setMode = (name) => {
+  document.querySelector(`[name=mode][value=${name}]`).checked = true;
+  $("hint").textContent = HINTS[name];
+};
+class View {
+  constructor(message, talk, index) {
+    Object.assign(this, { message, talk, index, drawn: {} });
+    this.node = el("article", { class: `message ${message.role}`,
+      "aria-label": message.role === "user" ? "You" : "Reply" });
+    this.draw();
+  }
+  busy() { return running && running.message === this.message; }
+  draw() {
+    const { message, node } = this;
+    node.replaceChildren(this.header());
+    if (message.role === "user") {
+      node.append(el("div", { class: "said", text: message.text }));
+      return;
+    }
+    this.parts = message.raw ? [message.raw, message] : [message];
+    this.slots = this.parts.map((part, i) => {
+      const place = el("section", { "aria-label": message.raw
+        ? i ? "Cached" : "Raw" : "Text" });
+      if (message.raw) {
+        place.append(el("h3", null, el("b", { text: i ? "Cached" : "Raw" }),
+          i ? ", what is known is reused" : ", everything computed"));
+      }
+      const slot = { place, body: el("div"), foot: el("div") };
+      place.append(slot.body, slot.foot);
+      return slot;
+    });
+    node.append(el("div", { class: message.raw ? "pair" : "" },
+      this.slots.map((slot) => slot.place)));
+    this.tail = el("div");
+    node.append(this.tail);
+    this.update();
+  }
+  header() {
+    const { message, talk, index } = this, user = message.role === "user";
+    const tool = (text, act) => el("button", { class: "small", type: "button", text,
+      onclick: act });
+    const tools = el("div", { class: "tools" });
+    if (!this.busy()) {
+      tools.append(tool("Copy", (e) => copy(message.text, e.currentTarget)));
+      if (user) tools.append(tool("Edit", () => this.edit()));
+      else tools.append(tool("Retry", () => rerun(talk, index)));
+    }
+    return el("header", null, el("b", { text: user ? "You" : "toki" }),
+      message.model ? el("span", { text: message.model }) : null, tools);
+  }
+  edit() {
+    const box = el("textarea", { rows: "4", "aria-label": "Edit your message" });
+    box.value = this.message.text;
+    const done = () => this.draw();
+    const send = () => {
+      if (!box.value.trim() || running) return;
+      this.talk.messages.splice(this.index);
+      submit(this.talk, box.value);
+    };
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); done(); }
+      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
+    });
+    this.node.replaceChildren(this.header(), box, el("div", { class: "row end" },
+      el("button", { class: "line", type: "button", text: "Cancel", onclick: done }),
+      el("button", { class: "main", type: "button", text: "Send", onclick: send })));
+    box.focus();
+  }
+  update() {
+    const { message } = this, busy = this.busy();
+    this.parts.forEach((part, i) => {
+      const slot = this.slots[i];
+      if (part.thinking && !slot.thought) {
+        slot.thought = el("div");
+        slot.details = el("details", { class: "thought", open: busy && !part.text },
+          el("summary", { text: "Thinking" }), slot.thought);
+        slot.body.append(slot.details);
+      }
+      if (part.thinking && slot.said !== part.thinking) {
+        slot.thought.textContent = slot.said = part.thinking;
+      }
+      if (part.text && !slot.prose) {
+        slot.prose = el("div", { class: "said prose" });
+        slot.body.append(slot.prose);
+        if (slot.details) slot.details.removeAttribute("open");
+      }
+      if (slot.prose) render(slot.prose, part.text);
+      const foot = part.error ? el("div", { class: "trouble", text: part.error })
+        : part.cache ? cacheLine(part.cache)
+          : part.stopped ? el("div", { class: "cacheline", text: "stopped" })
+            : busy && part.state && !part.text
+              ? el("div", { class: "wait", text: part.state }) : "";
+      slot.foot.replaceChildren(foot);
+    });
+    if (message.verdict) this.tail.replaceChildren(verdict(message));
+  }
+}
+const CLASSES = { identical: ["Identical", "every character is the same"],
+  whitespace: ["Same words", "only blanks differ"],
+  "restore-noise": ["Other words, same content",
+    "as any change of batch shapes brings on this machine"],
+  substantive: ["Different content",
+    "figures, names, code, negations or the end differ"] };
+function verdict(message) {
+  const found = message.verdict;
+  const [name, text] = CLASSES[found.class] || [found.class, ""];
+  const parts = wordDiff(message.raw.text, message.text);
+  return el("div", { class: "verdict", "data-class": found.class },
+    el("strong", { text: name }), ` ${text} `,
+    el("span", { class: "soft", text: found.first_difference === null
+      ? `(${found.class})`
+      : `(${found.class}, first at character ${num(found.first_difference)})` }),
+    found.class === "identical" ? null : el("div", { class: "words" }, marked(parts)));
+}
+let views = [];
+function drawChat() {
+  $("title").textContent = named(here);
+  const pairs = here.messages.some((m) => m.raw);
+  $("messages").className = pairs ? "wide" : "";
+  views = here.messages.map((m, i) => new View(m, here, i));
+  $("messages").replaceChildren(...views.length ? views.map((v) => v.node) : [empty()]);
+  $("send").hidden = Boolean(running);
+  $("stop").hidden = !running;
+  $("scroll").scrollTop = $("scroll").scrollHeight;
+}
+function empty() {
+  return el("div", { class: "empty" },
+    svg("svg", { class: "breath", role: "img", "aria-label": "toki, a bear with a "
+      + "recycling sign on its belly" }, svg("use", { href: "#bear" })),
+    el("h2", { text: "What was read once is not read again" }),
+    el("p", { text: "Write something. Under each reply stands what the engine computed "
+      + "for it, and what it did not have to." }));
+}
+let pending = false;
+function refresh(message) {
+  if (pending) return;
+  pending = true;
+  requestAnimationFrame(() => {
+    pending = false;
+    const view = views.find((v) => v.message === message);
+    if (!view) return;
+    const area = $("scroll");
+    const low = area.scrollHeight - area.scrollTop - area.clientHeight < 80;
+    view.update();
+    if (low) area.scrollTop = area.scrollHeight;
+  });
+}
+function submit(talk, text) {
+  talk.messages.push({ role: "user", text });
+  reply(talk);
+}
+function rerun(talk, index) {
+  if (running) return;
+  talk.messages.splice(index);
+  reply(talk);
+}
+/* What goes to the daemon; both arms of a comparison get the same seed. */
+function request(talk, upTo, how, seed) {
+  const messages = upTo.map((m) => ({ role: m.role, content: m.text }));
+  if (talk.system) messages.unshift({ role: "system", content: talk.system });
+  const body = { messages, stream: true, return_progress: true,
+    stream_options: { include_usage: true }, toki: { mode: how }, ...talk.params };
+  if ($("model").value) body.model = $("model").value;
+  if (seed !== undefined && body.seed === undefined) body.seed = seed;
+  return body;
+}
+async function stream(part, body, message, signal) {
+  part.state = "waiting";
+  refresh(message);
+  try {
+    for await (const event of events(await call("/v1/chat/completions",
+      { body, signal }))) {
+      if (event.error) throw new Refused(0, event.error.message);
+      const progress = event.prompt_progress;
+      if (progress) {
+        part.state = `reading ${num(progress.processed)} of `
+          + `${num(progress.total)} tokens`;
+      }
+      const note = event.toki;
+      if (note && note.waiting_for) {
+        part.state = `waiting for ${note.waiting_for}`
+          + (note.estimate_ms ? `, about ${ms(note.estimate_ms)} more` : "");
+      }
+      for (const choice of event.choices || []) {
+        const delta = choice.delta || {};
+        if (delta.reasoning_content) {
+          part.thinking = (part.thinking || "") + delta.reasoning_content;
+        }
+        if (delta.content) part.text += delta.content;
+      }
+      if (event.cache) part.cache = event.cache;
+      refresh(message);
+    }
+  } catch (error) {
+    if (signal.aborted) part.stopped = true;
+    else part.error = error instanceof Refused ? error.message
+      : `The connection broke: ${error.message}`;
+  }
+  delete part.state;
+  return !part.error && !part.stopped;
+}
+async function reply(talk) {
+  const how = mode(), upTo = talk.messages.slice();
+  const message = { role: "assistant", text: "", model: $("model").value };
+  if (how === "compare") message.raw = { text: "" };
+  talk.messages.push(message);
+  running = { talk, message, abort: new AbortController() };
+  const { signal } = running.abort;
+  store(talk);
+  if (talk === here) drawChat();
+  const seed = how === "compare" ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1
+    : undefined;
+  try {
+    const run = (part, name) =>
+      stream(part, request(talk, upTo, name, seed), message, signal);
+    if (how !== "compare") await run(message, how);
+    else if (await run(message.raw, "raw") && await run(message, "cached")) {
+      message.verdict = await ask("/toki/diff",
+        { body: { a: message.raw.text, b: message.text } });
+    }
+  } catch (error) {
+    message.error = error.message;
+  }
+  running = null;
+  if (talks.has(talk.id)) store(talk);
+  const place = $("scroll").scrollTop;
+  if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
+  const c = message.cache;
+  say(message.error || (c ? `Reply complete. ${num(c.reused_tokens)} of `
+    + `${num(c.prompt_tokens)} tokens reused.` : "Reply stopped."));
+}
+const nearEnd = (place) =>
+  $("scroll").scrollHeight - place - $("scroll").clientHeight < 400;
+async function loadModels() {
+  try {
+    const found = (await ask("/v1/models")).data.map((m) => m.id);
+    const chosen = kept("toki.model");
+    $("model").replaceChildren(...found.map((id) => el("option", { value: id, text: id,
+      selected: id === chosen })));
+  } catch { setTimeout(loadModels, 4000); }
+}
+const PARAMS = ["temperature", "top_p", "max_tokens", "seed"];
+async function tune() {
+  const talk = here;
+  $("p-title").value = named(talk);
+  $("p-system").value = talk.system || "";
+  for (const name of PARAMS) $("p-" + name).value = talk.params[name] ?? "";
+  if (!await asked($("tuning"))) return;
+  const title = $("p-title").value.trim();
+  talk.title = title === named({ ...talk, title: "" }) ? "" : title;
+  talk.system = $("p-system").value;
+  talk.params = {};
+  for (const name of PARAMS) {
+    const text = $("p-" + name).value.trim();
+    if (text && isFinite(text)) talk.params[name] = Number(text);
+  }
+  if (talk.messages.length) store(talk);
+  $("title").textContent = named(talk);
+}
+
+/* --- cache view: state --- */
+let state = null, late = 0, listening = false, chosen = null;
+async function look() {
+  try {
+    state = await ask("/toki/state", { quiet: true });
+    late = Date.now() / 1000 - state.now;
+  } catch (error) {
+    state = null;
+    $("dot").removeAttribute("data-ok");
+    $("engine").textContent = error.status === 401 ? "locked: it needs the token"
+      : "the daemon does not answer";
+    if (error.status === 401 && await askToken()) { look(); loadModels(); }
+    return;
+  }
+  const e = state.engine, ok = e.state === "ready";
+  $("dot").toggleAttribute("data-ok", ok);
+  $("engine").textContent = ok ? `${e.n_slots} slots of ${num(e.n_ctx)} tokens`
+    : `engine ${e.state}${e.trouble ? ": " + e.trouble : ""}`;
+  if ($("cache").hidden) return;
+  drawFigures();
+  drawForest();
+  drawAsks();
+  drawLanes();
+}
+function drawFigures() {
+  const c = state.counters, rate = state.rates.prefill_ms_per_token;
+  const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
+  const digits = share > 99 || share < 10 ? 1 : 0;
+  const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
+    "of prompt tokens were reused"],
+  [num(c.reused_tokens), "tokens not computed again"],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
+  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
+    `less to compute, over ${many(c.asks, "ask")}`]];
+  $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
+    el("b", { class: "fig", text: figure }), el("span", { text }))));
+}
+
+/* --- cache view: what is held, as branches --- */
+const ROW = 52;
+function drawForest() {
+  const list = [], runs = [], slots = new Map(), snaps = new Map();
+  for (const s of state.slots) slots.set(`slot ${s.slot}`, s);
+  for (const s of state.shelf.snapshots) snaps.set(`snap ${s.id}`, s);
+  const walk = (run, parent) => {
+    const first = list.length, me = { run, parent, ends: [], kids: [] };
+    runs.push(me);
+    for (const name of run.holders) me.ends.push(list.push({ name, me }) - 1);
+    for (const child of run.children) me.kids.push(walk(child, me));
+    me.count = list.length - first;
+    /* The run that most share goes on straight; the others branch off. */
+    const main = me.kids.sort((a, b) => b.count - a.count
+      || b.run.tokens - a.run.tokens)[0];
+    me.y = main ? main.y : ((first + list.length) / 2) * ROW;
+    return me;
+  };
+  for (const run of state.forest) walk(run, null);
+  const idle = state.slots.filter((s) =>
+    !list.some((x) => x.name === `slot ${s.slot}`));
+  const key = JSON.stringify([state.forest, state.slots.map((s) => [s.busy, s.tokens]),
+    [...snaps.values()].map((s) => [s.id, s.pinned, s.label, s.uses]),
+    $("forest").clientWidth]);
+  const shared = runs.filter((r) => r.count > 1).reduce((n, r) => n + r.run.tokens
+    * (r.count - 1), 0);
+  const busy = many(list.filter((x) => slots.has(x.name)).length, "slot");
+  const shelf = state.shelf.on
+    ? `${bytes(state.shelf.disk)} of ${bytes(state.shelf.budget)}` : "the shelf is off";
+  const once = shared ? ` ${num(shared)} tokens are the same again, drawn once.` : "";
+  $("forest-say").textContent = list.length
+    ? `${busy} and ${many(snaps.size, "snapshot")} (${shelf}).${once}` : "Nothing yet.";
+  if (drawForest.key === key) return;
+  drawForest.key = key;
+  const wide = Math.max(90, $("forest").clientWidth - 16);
+  const w = Math.round(wide > 700 ? wide - 352 : wide * 0.41), high = list.length * ROW;
+  const most = Math.max(1, ...runs.map((r) => r.run.from + r.run.tokens));
+  for (const r of runs) {      // no run is too short to be seen
+    const at = (t) => Math.pow(t / most, 0.62) * w;
+    r.x0 = r.parent ? r.parent.x1 : 0;
+    r.x1 = Math.max(at(r.run.from + r.run.tokens), r.x0 + Math.min(44, w / 9));
+  }
+  const fit = (w - 34) / Math.max(1, ...runs.map((r) => r.x1));
+  const lines = [], dots = [], texts = [];
+  for (const r of runs) {
+    const common = r.count > 1, x0 = 12 + r.x0 * fit, x1 = 12 + r.x1 * fit;
+    const thick = common ? Math.min(w < 300 ? 12 : 22, 5 + 3 * r.count) : 5;
+    const target = r.y;
+    const bend = r.parent ? Math.min(44, x1 - x0 - 2) : 0;
+    const d = r.parent && r.parent.y !== target
+      ? `M${x0} ${r.parent.y}C${x0 + bend * 0.55} ${r.parent.y} ${x0 + bend * 0.45} `
+        + `${target} ${x0 + bend} ${target}H${x1}` : `M${x0} ${target}H${x1}`;
+    lines.unshift(svg("path", { d, fill: "none", "stroke-width": thick,
+      "stroke-linecap": "round", stroke: common ? "var(--reuse)" : "var(--edge)" }));
+    if (common) {
+      for (const row of r.ends) {
+        const y = (row + 0.5) * ROW;
+        lines.unshift(svg("path", { fill: "none", stroke: "var(--reuse)",
+          "stroke-width": 3, d: `M${x1 - 2} ${r.y}C${x1 + 8} ${r.y} ${x1 + 2} ${y} `
+            + `${x1 + 14} ${y}` }));
+        dots.push([list[row].name, x1 + 14, y]);
+      }
+    } else for (const row of r.ends) dots.push([list[row].name, x1, (row + 0.5) * ROW]);
+    if (!common && r.ends.length > 1) continue;
+    const room = x1 - x0 - bend;
+    if (room > (common ? 90 : 52)) {
+      texts.push(svg("text", { x: x0 + bend + 6, y: target - thick / 2 - 5,
+        class: common ? "loud" : null,
+        text: num(r.run.tokens) + (common ? ` shared by ${r.count}` : "") }));
+    }
+  }
+  const marks = dots.map(([name, cx, cy]) => slots.has(name)
+    ? svg("circle", { cx, cy, r: 6.5, stroke: "var(--paper)", "stroke-width": 2,
+      fill: slots.get(name).busy ? "var(--compute)" : "var(--reuse)" })
+    : svg("rect", { x: cx - 6, y: cy - 6, width: 12, height: 12, rx: 2,
+      stroke: "var(--paper)", "stroke-width": 2, fill: "var(--move)" }));
+  const forks = runs.filter((r) => r.count > 1);
+  const picture = svg("svg", { viewBox: `0 0 ${w} ${Math.max(1, high)}`, width: w,
+    height: Math.max(1, high), role: "img", "data-forks": forks.length,
+    "aria-label": forks.map((r) => `${num(r.run.tokens)} tokens shared by ${r.count} `
+      + "holders").join("; ") || "no shared beginnings" }, lines, texts, marks);
+  const holders = list.map(({ name }) => slots.has(name) ? slotRow(slots.get(name))
+    : snaps.has(name) ? snapRow(snaps.get(name)) : el("li", { text: name }));
+  $("forest").replaceChildren(picture, el("ul", { "aria-label": "Holders" }, holders));
+  if (idle.length) {
+    $("forest").append(el("p", { class: "soft", text: "Empty: " + idle.map((s) =>
+      `slot ${s.slot}`).join(", ") }));
+  }
+}
+function slotRow(s) {
+  return el("li", null, el("span", { class: "mark" + (s.busy ? " busy" : "") }),
+    el("div", null, `Slot ${s.slot}`, el("p", { class: "fig",
+      text: `${many(s.tokens, "token")}, ${s.busy ? s.busy > 0 ? `ask ${s.busy} runs`
+        : "being saved" : age(s.idle_s)}` })));
+}
+function snapRow(s) {
+  const verb = (word, text) => el("button", { class: "small", text,
+    "aria-label": `${text} ${s.label || s.sort}, ${many(s.size, "token")}`,
+    onclick: () => act(word, { ref: String(s.id) }) });
+  return el("li", null, el("span", { class: "mark snap" }),
+    el("div", null, (s.label || `Saved ${s.sort}`)
+      + (s.pinned ? ", pinned" : ""),
+      el("p", { class: "fig", text: `${many(s.size, "token")}, `
+        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
+          : "unused yet"}` })),
+    verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
+}
+async function act(verb, body) {
+  try {
+    const done = await ask("/toki/cache/" + verb, { body });
+    say(`${verb}: ` + Object.entries(done).map(([k, v]) => `${k} ${v}`).join(", "));
+  } catch (error) {
+    await sure(`${verb} did not work`, error.message, "Close");
+  }
+  await look();
+  listen();
+}
+async function warm() {
+  $("w-text").value = here.system || "";
+  if (!await asked($("warming"))) return;
+  const messages = [{ role: "system", content: $("w-text").value }];
+  await act("warm", { ask: { messages } });
+}
+
+/* --- cache view: timeline --- */
+const SPAN = 120, live = new Map();
+async function listen() {
+  if (listening || $("cache").hidden) return;
+  listening = true;
+  try {
+    const reply = await call("/toki/events", { quiet: true });
+    $("locked").hidden = true;
+    for await (const event of events(reply)) heard(event);
+  } catch (error) {
+    if (error.status === 401) $("locked").hidden = false;
+  }
+  listening = false;
+  live.clear();
+  if ($("locked").hidden) setTimeout(listen, 3000);
+}
+let stale = null;
+function heard(event) {
+  if (event.event === "start") live.set(event.slot, { ...event, ready: 0 });
+  else if (event.event === "prefill") {
+    const one = live.get(event.slot);
+    if (one) {
+      one.first = one.first || event.at;
+      one.ready = event.ready;
+      if (one.prompt_tokens && event.ready >= one.prompt_tokens) {
+        one.computed = one.computed || event.at;
+      }
+    }
+  } else if (event.event === "done") {
+    for (const [slot, one] of live) if (one.ask === event.ask) live.delete(slot);
+    if (state && !state.recent.some((r) => r.ask === event.ask)) {
+      state.recent.push(event);
+    }
+  } else if (event.event === "engine") live.clear();
+  if (event.event !== "prefill" && event.event !== "beat" && !stale) {
+    stale = setTimeout(() => { stale = null; look(); }, 150);
+  }
+}
+const PHASES = [["waiting", "var(--line)"], ["heads and moves", "var(--move)"],
+  ["prefill", "var(--compute)"], ["decode", "var(--decode)"]];
+$("legend").append(...PHASES.map(([name, colour]) => {
+  const swatch = el("i");
+  swatch.style.setProperty("background", colour);
+  return el("span", { class: "key" }, swatch, name);
+}));
+/* [start s, [ms of each phase]] of a finished or running ask. */
+function phases(row, now) {
+  if (row.event === "start") {
+    const first = (row.first || now) - row.at, done = (row.computed || now) - row.at;
+    return [row.at, [0, Math.max(0, first * 1000), Math.max(0, (done - first) * 1000),
+      row.computed ? (now - row.computed) * 1000 : 0]];
+  }
+  const whole = row.total_ms || 0, wait = Math.min(whole, row.queued_ms || 0);
+  const move = Math.min(whole - wait, row.moved_ms || 0);
+  const first = row.ttft_ms === null ? whole : Math.min(whole, row.ttft_ms);
+  const prefill = Math.max(0, first - wait - move);
+  return [row.at - whole / 1000, [wait, move, prefill,
+    Math.max(0, whole - wait - move - prefill)]];
+}
+function drawLanes() {
+  if (!state || $("cache").hidden) return;
+  const w = Math.max(200, $("lanes").clientWidth - 26), lane = 26, left = 52;
+  const now = Date.now() / 1000 - late, begin = now - SPAN;
+  const n = Math.max(1, state.slots.length), high = n * lane + 20;
+  const px = (t) => left + (w - left) * (t - begin) / SPAN;
+  const parts = [];
+  for (let i = 0; i < n; i++) {
+    parts.push(svg("text", { x: 0, y: i * lane + 17, text: `slot ${i}` }),
+      svg("line", { x1: left, x2: w, y1: i * lane + 13, y2: i * lane + 13,
+        stroke: "var(--line)" }));
+  }
+  for (let s = 0; s <= SPAN; s += 30) {
+    parts.push(svg("text", { x: px(now - s), y: high - 2,
+      "text-anchor": s ? "middle" : "end", text: s ? `${s} s` : "now" }));
+  }
+  let shown = 0;
+  for (const row of [...state.recent, ...live.values()]) {
+    if (row.slot === null || row.slot < 0 || row.slot >= n) continue;
+    const [start, lengths] = phases(row, now);
+    const total = lengths.reduce((a, b) => a + b, 0) / 1000;
+    if (start + total < begin) continue;
+    shown++;
+    let t = start;
+    lengths.forEach((length, i) => {
+      const x0 = Math.max(left, px(t)), x1 = px(t += length / 1000);
+      if (!length || x1 <= left) return;
+      parts.push(svg("rect", { x: x0, y: row.slot * lane + 5, rx: 2, height: 16,
+        width: Math.max(1.5, x1 - x0), fill: PHASES[i][1], "data-ask": row.ask,
+        onclick: () => { location.hash = `#cache/${row.ask}`; } },
+      svg("title", { text: `ask ${row.ask}: ${PHASES[i][0]} ${ms(length)}` })));
+    });
+  }
+  $("lanes").replaceChildren(svg("svg", { viewBox: `0 0 ${w} ${high}`, height: high,
+    role: "img", "aria-label": `${many(shown, "ask")} in the last two minutes; `
+      + "each is in the table below" }, parts));
+}
+setInterval(() => { if (live.size) drawLanes(); }, 120);
+setInterval(() => { if (!document.hidden) { drawLanes(); } }, 1000);
+setInterval(() => { if (!document.hidden) look(); }, 4000);
+
+/* --- cache view: asks and why --- */
+function drawAsks() {
+  const rows = state.recent.slice().reverse();
+  const key = rows.map((r) => r.ask).join() + "/" + chosen;
+  if (key === drawAsks.key) return;
+  drawAsks.key = key;
+  const held = document.activeElement?.dataset?.pick;
+  $("asks").replaceChildren(...rows.map((r) => el("tr",
+    { "data-here": r.ask === chosen },
+    el("td", null, el("button", { class: "small fig", text: `${r.ask}`,
+      "data-pick": r.ask, "aria-label": `Why ask ${r.ask}`,
+      onclick: () => { location.hash = `#cache/${r.ask}`; } })),
+    el("td", { text: new Date(r.at * 1000).toLocaleTimeString([],
+      { hour12: false }) }),
+    el("td", { text: r.status === "ok" ? r.mode : r.status }),
+    el("td", null, r.prompt_tokens === null ? "" : meter(r.reused_tokens,
+      r.computed_tokens)),
+    el("td", { class: "fig", text: r.prompt_tokens === null ? ""
+      : `${num(r.reused_tokens)} of ${num(r.prompt_tokens)}` }),
+    el("td", { class: "fig", text: r.ttft_ms === null ? "" : ms(r.ttft_ms) }),
+    el("td", { class: "fig", text: ms(r.total_ms) }),
+    el("td", { text: r.why, title: r.why }))));
+  if (!rows.length) {
+    $("asks").append(el("tr", null, el("td", { colspan: "8", class: "soft",
+      text: "No ask yet." })));
+  }
+  if (held) document.querySelector(`[data-pick="${held}"]`)?.focus();
+}
+async function showWhy(number) {
+  chosen = number;
+  $("why").hidden = false;
+  $("why").replaceChildren(el("p", { class: "soft", text: `Reading ask ${number}` }));
+  let w = null;
+  try { w = await ask(`/toki/why/${number}`); } catch (error) {
+    if (chosen === number) {
+      $("why").replaceChildren(el("h3", { text: `Ask ${number}` }),
+        el("p", { text: error.message }));
+    }
+    return;
+  }
+  if (chosen !== number) return;
+  listen();
+  const pair = (name, value) => value === "" || value === null || value === undefined
+    ? [] : [el("dt", { text: name }), el("dd", { text: value })];
+  const like = w.like_ask > 0 ? `ask ${w.like_ask}, until token ${num(
+    w.first_differing_token)}, in ${w.section}` : "";
+  const parts = [el("h3", { text: `Ask ${number}`
+    + (w.class === "none" ? "" : `: ${w.class}`) }), el("dl", null,
+    pair("Reused", `${num(w.reused_tokens)} of ${num(w.prompt_tokens)} tokens`),
+    pair("Decided", w.plan), pair("Most like", like),
+    pair("Lost", w.lost_tokens_estimate ? `~${many(w.lost_tokens_estimate, "token")}`
+      + (w.lost_ms_estimate ? `, ~${ms(w.lost_ms_estimate)}` : "") : ""),
+    pair("Taken by", w.evicted_by ? `ask ${w.evicted_by}` : ""),
+    pair("What helps", w.remedy))];
+  if (w.mine || w.theirs) {
+    const diff = wordDiff(w.theirs, w.mine);
+    const box = (name, kind) => el("div", null, el("h3", { class: "soft", text: name }),
+      el("pre", { tabindex: "0" }, (kind === "less" ? w.theirs : w.mine)
+        ? marked(diff, kind) : "(nothing: it ended there)"));
+    parts.push(el("div", { class: "texts" }, box("Before", "less"),
+      box("Now", "more")));
+  }
+  parts.push(el("button", { class: "small", text: "Close", onclick: () => {
+    location.hash = "#cache"; } }));
+  $("why").replaceChildren(...parts);
+  $("why").focus({ preventScroll: true });
+  $("why").scrollIntoView({ block: "nearest" });
+}
+
+/* --- views, theme, keys --- */
+function route() {
+  readFragment();
+  const [view, number] = location.hash.slice(1).split("/");
+  const cache = view === "cache";
+  $("chat").hidden = cache;
+  $("cache").hidden = !cache;
+  for (const [id, on] of [["to-chat", !cache], ["to-cache", cache]]) {
+    if (on) $(id).setAttribute("aria-current", "page");
+    else $(id).removeAttribute("aria-current");
+  }
+  document.title = cache ? "toki, cache" : "toki";
+  if (!cache) return;
+  look().then(listen);
+  if (/^\d+$/.test(number || "")) showWhy(Number(number));
+  else { chosen = null; $("why").hidden = true; }
+}
+const THEMES = ["light dark", "light", "dark"];
+function theme(next) {
+  const now = Math.max(0, THEMES.indexOf(kept("toki.theme") || THEMES[0]));
+  const name = THEMES[next ? (now + 1) % 3 : now];
+  document.documentElement.style.setProperty("color-scheme", name);
+  const words = `Theme: ${name === THEMES[0] ? "as the system" : name}`;
+  $("theme").title = words;
+  $("theme").setAttribute("aria-label", words);
+  if (next) { keep("toki.theme", name); say(words); }
+}
+function grow() {
+  const box = $("box");
+  box.style.setProperty("height", "auto");
+  box.style.setProperty("height", `${Math.min(box.scrollHeight, innerHeight * 0.4)}px`);
+}
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("box").value;
+  if (!text.trim() || running) return;
+  $("box").value = "";
+  grow();
+  submit(here, text);
+});
+$("box").addEventListener("input", grow);
+$("box").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("composer").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => {
+  running?.abort.abort();
+  $("box").focus();
+});
+$("modes").addEventListener("change", () => setMode(mode()));
+$("model").addEventListener("change", () => keep("toki.model", $("model").value));
+$("new").addEventListener("click", startNew);
+$("tune").addEventListener("click", tune);
+$("theme").addEventListener("click", () => theme(true));
+$("export").addEventListener("click", exportAll);
+$("import").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", () => {
+  if ($("file").files[0]) importAll($("file").files[0]);
+  $("file").value = "";
+});
+$("keys").addEventListener("click", () => asked($("help")));
+$("warm").addEventListener("click", warm);
+$("unlock").addEventListener("click", async () => {
+  if (await askToken()) { $("locked").hidden = true; listen(); }
+});
+$("menu").addEventListener("click", () => {
+  const open = $("rail").toggleAttribute("data-open");
+  $("menu").setAttribute("aria-expanded", String(open));
+});
+$("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  location.hash = "#chat";
+  setTimeout(() => $("box").focus());
+});
+function startNew() {
+  open(fresh());
+  location.hash = "#chat";
+  setTimeout(() => $("box").focus());
+}
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) {
+    running.abort.abort();
+    return;
+  }
+  if (event.ctrlKey || event.metaKey || event.altKey
+      || document.querySelector("dialog[open]")
+      || /^(input|textarea|select)$/i.test(event.target.tagName)
+      && event.target.type !== "radio") return;
+  const go = (view) => () => { location.hash = view; };
+  const keys = { "/": () => { go("#chat")(); setTimeout(() => $("box").focus()); },
+    n: startNew, c: go("#chat"), m: go("#cache"),
+    1: () => setMode("cached"), 2: () => setMode("raw"), 3: () => setMode("compare"),
+    t: () => theme(true), "?": () => asked($("help")) };
+  if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+});
+addEventListener("hashchange", route);
+addEventListener("resize", () => { if (state && !$("cache").hidden) { drawForest();
+  drawLanes(); } });
+theme(false);
+setMode("cached");
+open(fresh());
+route();
+look();
+loadModels();
+</script>
+</body>
+</html>
+"""
+
+
+# ============================================================================
+# 0. WEB - a second door to a running daemon, with TLS, for browsers.
+#    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
+#    offers: Front, tls_context, serve_web, run_web.
+#
+#    The door has the gateway's own rules (host, origin, token, routes) and passes on
+#    what they let in; the daemon then applies its own.  Bound to an address that others
+#    can reach it asks for the token on every route but the page itself.
+# ============================================================================
+_NOT_PASSED = frozenset((
+    "host", "origin", "referer", "connection", "keep-alive", "te", "trailer", "upgrade",
+    "transfer-encoding", "content-length", "content-encoding", "accept-encoding",
+    "expect", "proxy-authorization", "proxy-connection"))
+
+
+class Front(Gateway):
+    "The gateway's doorkeeping in front of a daemon at `behind`; `page` is its own."
+
+    def __init__(self, behind: tuple, config: Config, token: str, page: str,
+                 edges: Edges = REAL, page_file: str = ""):
+        self.behind, self.config, self.token, self.edges = behind, config, token, edges
+        self.page, self.page_file = page, page_file
+
+    def _check_key(self, x: Exchange, route: Route) -> None:
+        if is_loopback(self.config.host):
+            return                       # the daemon behind asks for it where it must
+        super()._check_key(x, route)
+
+    def _answer(self, x: Exchange, route: Route) -> None:
+        if route.handler == "page":
+            if self.page_file:
+                self.page = self.edges.disk.read_text(self.page_file)
+            self._page(x)
+            return
+        up = self._open(x)
+        try:
+            self._pass_on(x, up)
+        finally:
+            up.close()
+
+    def _open(self, x: Exchange) -> Upstream:
+        "The same request to the daemon, on a connection of its own."
+        headers = {k: v for k, v in x.headers.items() if k not in _NOT_PASSED
+                   and not k.startswith(("sec-", "access-control-"))}
+        query = urllib.parse.urlencode(x.query, doseq=True)
+        body = x.body()
+        try:
+            conn = self.edges.net.connect(*self.behind, 10)
+            conn.request(x.method, urllib.parse.quote(x.asked, safe="/{}:%")
+                         + ("?" + query if query else ""), body or None, headers)
+            conn.sock.settimeout(None)
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineGone(f"no toki answers at {self.behind[0]}:{self.behind[1]}: "
+                             f"{error}", "`toki up` starts one", retry_s=2) from None
+        return Upstream(conn, self.edges)
+
+    def _pass_on(self, x: Exchange, up: Upstream) -> None:
+        "Bytes as they come; when the client leaves, the daemon learns of it at once."
+        while True:
+            ready = up.wait(x.watched(), 5.0)
+            if x.sock in ready and x.gone():
+                raise ClientGone()
+            if up not in ready:
+                continue
+            if not up.status:
+                up.head()
+                kind = up.header("Content-Type")
+                more = {k: up.header(k) for k in ("Retry-After", "X-Toki-Ask")
+                        if up.header(k)}
+                if not kind.startswith("text/event-stream"):
+                    x.send(up.status, up.read_all(), kind or "application/json", more)
+                    return
+                x.begin(more)
+            data = up.read()
+            if not data:
+                x.end()
+                return
+            x.write(data)
+
+
+def tls_context(cert: str, key: str = "") -> ssl.SSLContext:
+    "From PEM files (one may hold both); UsageError when they cannot be used."
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key or None, lambda: "")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{cert}{' with ' + key if key else ''} cannot be used for "
+                         f"TLS: {error}", "PEM files are needed: --tls-cert with "
+                         "certificate and key, or --tls-cert and --tls-key, without a "
+                         "passphrase") from None
+    return context
+
+
+def run_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
+            say: Callable[[str], None], tls: Optional[ssl.SSLContext] = None,
+            page_file: str = "") -> None:
+    "Serve, show the page and wait for Ctrl-C (or a signal that ends programs)."
+    stop = threading.Event()
+    edges.proc.on_signal(("SIGINT", "SIGTERM", "SIGHUP"), stop.set)
+    server, url = serve_web(config, where, edges, behind, page, tls, page_file)
+    say(f"toki's page: {url}, until Ctrl-C")
+    _show(url, where, edges, say)
+    while not stop.wait(0.5):
+        pass
+    server.shutdown()
+    server.server_close()
+    edges.disk.remove(where.file("open.html"))
+
+
+def serve_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
+              tls: Optional[ssl.SSLContext] = None, page_file: str = "") -> tuple:
+    """(server, its URL): the second door, open on config.host and config.port.
+
+    `behind` is the daemon's (host, port).  Raises UsageError for an address or port
+    that cannot be served."""
+    token = local_token(edges, where, create=False)
+    if not is_loopback(config.host):
+        if tls is None and not config.allow_plain:
+            raise UsageError(f"{config.host} is no loopback address and this is plain "
+                             "HTTP", "give --tls-cert, or --allow-plain on if the "
+                             "network is yours")
+        if not token:
+            raise UsageError(f"there is no token in {where.state}, so nobody could be "
+                             f"let in from {config.host}", "`toki up` makes one")
+    front = Front(behind, config, token, page, edges, page_file)
+    try:
+        server = FastServer(config.host, config.port, front, config.max_body_mb << 20,
+                            config.max_connections, tls)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {config.host}:{config.port}: "
+                         f"{error.strerror or error}",
+                         "another program has the port; give another --port") from None
+    threading.Thread(target=server.serve_forever, name="toki-web",
+                     kwargs={"poll_interval": 0.05}, daemon=True).start()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http{'s' if tls else ''}://{host}:{server.server_port}/"
+    return server, url
+
+
+def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> None:
+    """Open the browser, on a terminal.  Arguments are visible to every user of the
+    machine, so the token reaches it through a file that only its owner can read."""
+    path, token = where.file("open.html"), local_token(edges, where, create=False)
+    if edges.term.is_tty() and token:
+        target = url + "#token=" + urllib.parse.quote(token)
+        edges.disk.write(path, (
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" '
+            f'content="0;url={target}"><title>toki</title>').encode())
+        if edges.proc.browse("file://" + urllib.parse.quote(path.replace(os.sep, "/"))):
+            return
+    say(f"where it asks for the token: the file {where.file('token')}")
+
+
+# ============================================================================
 # 36. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
@@ -18335,7 +20468,7 @@ def cmd_serve(c: Context) -> int:
         engine = Engine("http://127.0.0.1:8080", config.engine_key, edges)
     else:
         plan = _managed_plan(c)
-    Daemon(config, where, edges, engine, plan).run()
+    Daemon(config, where, edges, engine, plan, PAGE).run()
     return 0
 
 
@@ -18554,6 +20687,44 @@ def model_install_llama(c: Context) -> int:
         c.say(f"in use: {found.name}, {found.path}")
         if running_daemon(c.where, c.edges):
             c.say("the toki that runs keeps its engine until `toki down`, `toki up`")
+    return 0
+
+
+@_command(_arg("--port", type=int, default=7778, help="port of the page; 7778"),
+          _arg("--host", default="127.0.0.1", help="address of the page; 127.0.0.1"),
+          _arg("--tls-cert", default="", metavar="PEM",
+               help="serve HTTPS: certificate, or certificate and key"),
+          _arg("--tls-key", default="", metavar="PEM", help="the certificate's key"),
+          _arg("--url", default="", help="a toki elsewhere, http://HOST:PORT"),
+          _arg("--page", default="", metavar="FILE",
+               help="show this file instead, read anew for each visit"),
+          settings=("state_dir", "allow_plain", "allow_hosts", "allow_origins",
+                    "max_body_mb", "max_connections", "log_level"))
+def cmd_web(c: Context) -> int:
+    """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
+    if c.ns.tls_key and not c.ns.tls_cert:
+        raise UsageError("--tls-key without --tls-cert", "give the certificate too")
+    target = urllib.parse.urlsplit(c.ns.url)
+    if c.ns.url and (target.scheme != "http" or not target.hostname):
+        raise UsageError(f"{c.ns.url!r} is no http://HOST:PORT", "give --url so")
+    record = running_daemon(c.where, c.edges)
+    behind = (target.hostname, target.port or 80) if c.ns.url else \
+        (record["host"], record["port"]) if record else (c.config.host, c.config.port)
+    if not c.edges.net.port_taken(*behind):
+        raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
+                         "`toki up` starts one")
+    tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
+    start_logging(c.edges, None, c.config.log_level)
+    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
+    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
+            PAGE, c.say, tls, page_file)
+    return 0
+
+
+@_command(settings=())
+def cmd_page(c: Context) -> int:
+    """Print the web page."""
+    c.say(PAGE)
     return 0
 
 
