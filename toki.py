@@ -3625,20 +3625,62 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 # ============================================================================
 # 13. GGUF - what a model file's header says about memory.
-#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts.
+#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
-#    nothing is allocated by a claimed size, and the header has a byte budget.
+#    nothing is allocated by a claimed size, long arrays are stepped over, and what is
+#    kept has a budget.  Which layers keep what follows llama.cpp (b11434: load_hparams,
+#    create_memory); a header that leaves something out gets a high guess and a note.
 # ============================================================================
 _GGUF_NUMBERS = {0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4),
                  5: ("i", 4), 6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8),
                  12: ("d", 8)}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
-_HEADER_BUDGET = 128 << 20
-_KEEP_ARRAY = 4096           # longer arrays (vocabularies) are skipped, not kept
-# Architectures whose state cannot be rewound, beside those with ssm/recurrent keys.
-_RECURRENT = ("mamba", "rwkv", "qwen3next", "qwen35", "lfm2", "granitehybrid",
-              "falcon-h1", "jamba", "nemotron_h", "plamo2", "kimi-linear", "arwkv")
+_KEEP_BYTES = 4 << 20        # of keys, texts, arrays and tensor names together
+_KEEP_ARRAY = 4096           # longer arrays (vocabularies) are stepped over, not kept
+_KEEP_STRING = 1 << 20       # so are longer texts; chat templates have some 20 KiB
+_MOST_STRINGS = 2 << 20      # in arrays; the largest vocabularies have 0.8 M
+_MOST_LAYERS = 1024          # llama.cpp itself stops at 512
+# ggml type: name, elements of a block, bytes of a block (ggml.h, ggml-common.h)
+_GGML_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1),
+    25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18)}
+# general.file_type, where the name of the file does not tell
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1",
+    10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M",
+    16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S",
+    22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
+    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0",
+    37: "TQ2_0", 38: "MXFP4", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0"}
+_QUANT_NAME = re.compile(r"(?i)(?:^|[-._])((?:UD-)?(?:I?Q[1-8]_[0-9A-Z_]+|Q[2-8]K?|TQ[12]_0"
+                         r"|BF16|F16|F32|FP16|MXFP4(?:_MOE)?|NVFP4))(?=[-.]|$)")
+# Windowed layers where the header gives no pattern: period, and is the full layer of
+# a period its first one (else its last)?
+_PERIODS = {
+    "gemma2": (2, False), "gemma3": (6, False), "gemma3n": (5, False),
+    "gemma-embedding": (6, False), "gpt-oss": (2, False), "cohere2": (4, False),
+    "cohere2moe": (4, True), "llama4": (4, False), "exaone4": (4, False),
+    "exaone-moe": (4, False), "olmo2": (4, False), "plamo3": (8, False),
+    "muse-glimmer": (4, False), "afmoe": (4, False), "laguna": (4, True),
+    "mellum": (4, False), "smallthinker": (4, True), "modern-bert": (3, True)}
+# Window where the key is missing (or not used): tokens
+_WINDOWS = {"gemma2": 4096, "llama4": 8192, "exaone-moe": 128}
+_ALL_RECURRENT = ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
+_BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp", "minimax-01")
+_BY_NO_KV = ("jamba", "granitehybrid", "lfm2", "lfm2moe", "plamo2", "kimi-linear",
+             "bailingmoe3", "kimi-k3", "glm5-next", "nemotron_h", "nemotron_h_moe",
+             "falcon-h1")
+_OWN_CACHES = ("deepseek4", "dflash", "minimax-m3", "dots3note")   # not worked out
 
 
 class BadModel(TokiError):
@@ -3646,15 +3688,43 @@ class BadModel(TokiError):
 
 
 class ModelFacts(NamedTuple):
-    "What toki needs of a GGUF header.  Bytes are exact, kinds are DECIDE's words."
+    """What toki needs of a GGUF header.  Bytes are exact, kinds are DECIDE's words.
+
+    `notes` says what the header left out; where it is not empty, KV is a high guess.
+    """
     name: str
     architecture: str
     kind: str                # "rewindable" | "window" | "append-only"
     n_ctx_train: int
-    window: int
+    window: int              # tokens; 0: no layer has one
     kv_bytes: int            # a token, at f16, all layers that hold every token
-    template: bool
-    size: int                # bytes of the file
+    template: bool           # a chat template
+    size: int                # bytes of the file, all parts
+    weight_bytes: int = 0    # all tensors, all parts
+    params: int = 0
+    tensors: int = 0
+    quant: str = ""          # "Q4_K_M": by the name of the file, else by the header
+    layers: int = 0
+    n_embd: int = 0
+    n_ff: int = 0            # feed-forward width that one token passes
+    n_vocab: int = 0
+    n_merges: int = 0
+    kv_full: tuple = (0, 0)  # elements a token of K and of V: layers with every token
+    kv_windowed: tuple = (0, 0)      # the same of the windowed layers
+    layers_full: int = 0
+    layers_windowed: int = 0
+    layers_recurrent: int = 0
+    state_bytes: int = 0     # recurrent state of a slot, always f32
+    state_width: int = 0     # elements a token of its widest intermediate
+    q8_kv: bool = True       # head sizes that q8_0 can hold (blocks of 32)
+    embedding_bytes: int = 0         # token embeddings: on the host, GPU or not
+    parts: tuple = ()        # file names, when there is more than one
+    notes: tuple = ()
+
+    @property
+    def windowed_bytes(self) -> int:
+        "KV bytes of a cell of all windowed layers, at f16."
+        return 2 * sum(self.kv_windowed)
 
 
 class _Header:
@@ -3662,33 +3732,66 @@ class _Header:
 
     def __init__(self, file: Any, size: int, order: str = "<"):
         self.file, self.size, self.at, self.order = file, size, 0, order
-        self.left = _HEADER_BUDGET
+        self.keep, self.strings = _KEEP_BYTES, _MOST_STRINGS
 
-    def take(self, n: int) -> bytes:
+    def _within(self, n: int) -> None:
         if n > self.size - self.at:
             raise BadModel(f"the header ends early: {n} bytes wanted at {self.at}, "
                            f"the file has {self.size}", "download the file again")
-        self.left -= n
-        if self.left < 0:
-            raise BadModel("the header is larger than 128 MiB", "this is no real model")
+
+    def take(self, n: int) -> bytes:
+        self._within(n)
+        self.keep -= n
+        if self.keep < 0:
+            raise BadModel("the header holds more than any model's",
+                           "this is no real model")
         data = self.file.read(n)
         if len(data) != n:
-            raise BadModel(f"the file ended at {self.at + len(data)}")
+            raise BadModel(f"the file ended at {self.at + len(data)}",
+                           "download the file again")
         self.at += n
         return data
+
+    def skip(self, n: int) -> None:
+        self._within(n)
+        self.at += n
+        self.file.seek(self.at)
 
     def number(self, kind: int) -> Any:
         letter, width = _GGUF_NUMBERS[kind]
         raw = self.take(width)
+        self.keep += width
         return raw != b"\0" if letter == "?" else struct.unpack(
             self.order + letter, raw)[0]
 
-    def string(self, most: int = 16 << 20) -> str:
+    def string(self, most: int = _KEEP_STRING) -> str:
+        "A text; '' in place of one that is longer than `most` bytes."
         n = self.number(10)
         if n > most:
-            raise BadModel(f"a string of {n} bytes in the header",
-                           "this is no real model")
+            self.skip(n)
+            return ""
         return self.take(n).decode("utf-8", "replace")
+
+    def pass_strings(self, n: int) -> None:
+        "Step over n texts."
+        self.strings -= n
+        if self.strings < 0:
+            raise BadModel(f"arrays of more than {_MOST_STRINGS:,} texts",
+                           "this is no real model")
+        length = struct.Struct(self.order + "Q").unpack_from
+        chunk, at, left = b"", 0, self.size - self.at
+        for _ in range(n):
+            if at + 8 > len(chunk):
+                self.skip(at)
+                chunk, at, left = self.file.read(1 << 16), 0, self.size - self.at
+                if len(chunk) < 8:
+                    self._within(8)
+                    raise BadModel(f"the file ended at {self.at + len(chunk)}",
+                                   "download the file again")
+            at += 8 + length(chunk, at)[0]
+            if at > left:
+                self._within(at)
+        self.skip(at)
 
     def value(self, kind: int) -> Any:
         if kind in _GGUF_NUMBERS:
@@ -3696,24 +3799,41 @@ class _Header:
         if kind == _GGUF_STRING:
             return self.string()
         if kind != _GGUF_ARRAY:
-            raise BadModel(f"a value of unknown type {kind} in the header")
+            raise BadModel(f"a value of unknown type {kind} in the header",
+                           "this is no real model")
         item, n = self.number(4), self.number(10)
         width = 8 if item == _GGUF_STRING else _GGUF_NUMBERS.get(item, ("", 0))[1]
         if not width:
-            raise BadModel(f"an array of type {item} in the header")
+            raise BadModel(f"an array of type {item} in the header",
+                           "this is no real model")
         if n * width > self.size - self.at:
-            raise BadModel(f"an array of {n} items does not fit the file")
+            raise BadModel(f"an array of {n} items does not fit the file",
+                           "this is no real model")
         if item == _GGUF_STRING:
-            kept = []
-            for _ in range(n):
-                text = self.string()
-                if n <= _KEEP_ARRAY:
-                    kept.append(text)
-            return kept
-        raw = self.take(n * width)
+            self.pass_strings(n)
+            return _Long(n)
         if n > _KEEP_ARRAY:
-            return []
+            self.skip(n * width)
+            return _Long(n)
+        self.keep -= 32 * n                  # what a list of numbers costs
+        raw = self.take(n * width)
         return list(struct.unpack(f"{self.order}{n}{_GGUF_NUMBERS[item][0]}", raw))
+
+
+class _Long(NamedTuple):
+    "An array that was stepped over."
+    n: int
+
+
+class _File(NamedTuple):
+    "One file's header: pairs, and its tensors summed."
+    pairs: dict
+    tensors: int
+    params: int
+    weight_bytes: int
+    embedding_bytes: int
+    by_type: dict                # type name -> bytes
+    embedding: tuple             # dimensions of the token embeddings
 
 
 def _what_is_it(start: bytes) -> str:
@@ -3724,17 +3844,21 @@ def _what_is_it(start: bytes) -> str:
     return f"it starts with {start[:4]!r}" if start else "it is empty"
 
 
-def _read_header(file: Any, size: int) -> dict:
-    """All key-value pairs of a GGUF file, long arrays left out (`[]`).
+def _read_header(file: Any, size: int) -> _File:
+    """A whole header; raises BadModel for everything that is none.
 
-    Versions 2 and 3, both byte orders.  Raises BadModel for everything else.
+    Versions 2 and 3, both byte orders.
     """
     h = _Header(file, size)
     if size < 24:
-        raise BadModel(f"not a GGUF model: the file has {size} bytes")
+        start = h.take(min(size, 4))
+        raise BadModel(f"not a GGUF model: the file has {size} bytes"
+                       + ("" if start == b"GGUF" else "; " + _what_is_it(start)),
+                       "download the file again")
     magic = h.take(4)
     if magic != b"GGUF":
-        raise BadModel("not a GGUF model: " + _what_is_it(magic + h.take(20)))
+        raise BadModel("not a GGUF model: " + _what_is_it(magic + h.take(20)),
+                       "give the path of a .gguf file")
     raw = h.take(4)
     version = struct.unpack("<I", raw)[0]
     if version & 0xFFFF == 0:
@@ -3743,97 +3867,349 @@ def _read_header(file: Any, size: int) -> dict:
         raise BadModel(f"GGUF version {version}; versions 2 and 3 can be read",
                        "convert or download a current file")
     n_tensors, n_pairs = h.number(10), h.number(10)
-    if n_tensors > 1 << 20 or n_pairs > 1 << 16 or n_pairs * 13 > size:
+    if n_tensors > 1 << 14 or n_pairs > 1 << 12 \
+            or n_pairs * 13 + n_tensors * 24 > size:
         raise BadModel(f"{n_pairs} keys and {n_tensors} tensors claimed by a file "
-                       f"of {size} bytes")
+                       f"of {size} bytes", "this is no real model")
     pairs: dict = {}
     for _ in range(n_pairs):
         key = h.string(65535)
         if not key or key in pairs:
-            raise BadModel(f"the key {key[:80]!r} is empty or stands twice")
+            raise BadModel(f"the key {key[:80]!r} is empty, too long or stands twice",
+                           "this is no real model")
         pairs[key] = h.value(h.number(4))
-    return pairs
+        h.keep -= 128                        # what a dict entry costs
+    return _tensors(h, pairs, n_tensors)
+
+
+def _tensors(h: _Header, pairs: dict, n_tensors: int) -> _File:
+    "The tensor table summed; every tensor must lie within the file, after the last."
+    align = pairs.get("general.alignment", 32)
+    if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
+        raise BadModel(f"an alignment of {str(align)[:40]}", "this is no real model")
+    seen: set = set()
+    params = weights = embedding_bytes = end = 0
+    by_type: dict = {}
+    embedding: tuple = ()
+    for _ in range(n_tensors):
+        name, n_dims = h.string(64), h.number(4)
+        if n_dims > 4 or not name or name in seen:
+            raise BadModel(f"the tensor {name!r} has {n_dims} dimensions, no name or "
+                           "stands twice", "this is no real model")
+        seen.add(name)
+        h.keep -= 64
+        dims = [h.number(10) for _ in range(n_dims)]
+        kind, offset = h.number(4), h.number(10)
+        elements = 1
+        for d in dims:
+            elements *= min(d, 1 << 50)
+        if kind not in _GGML_TYPES or elements > 1 << 50:
+            raise BadModel(f"the tensor {name!r} is of type {kind} and has {elements} "
+                           "elements", "a newer kind of file, or a damaged one")
+        word, block, width = _GGML_TYPES[kind]
+        n_bytes = -(-elements // block) * width
+        if offset != end:
+            raise BadModel(f"the tensor {name!r} lies at {offset}, not at {end}",
+                           "a damaged file: download it again")
+        end = -(-(offset + n_bytes) // align) * align
+        params, weights = params + elements, weights + n_bytes
+        by_type[word] = by_type.get(word, 0) + n_bytes
+        if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+            embedding_bytes += n_bytes
+            embedding = embedding or tuple(dims)
+    data = -(-h.at // align) * align
+    if n_tensors and data + offset + n_bytes > h.size:
+        raise BadModel(f"the file is cut short: {h.size:,} bytes are there, the header "
+                       f"speaks of {data + offset + n_bytes:,}",
+                       "download the file again")
+    return _File(pairs, n_tensors, params, weights, embedding_bytes, by_type, embedding)
 
 
 def _per_layer(value: Any, layers: int, default: int = 0) -> list:
-    "A scalar or per-layer array as one number a layer."
+    "A scalar or per-layer array as one number a layer; short arrays end in `default`."
+    if isinstance(value, _Long):
+        raise TypeError(f"{value.n} entries for {layers} layers")
     if isinstance(value, list):
         return [int(v) for v in value[:layers]] + [default] * (layers - len(value))
     return [default if value is None else int(value)] * layers
 
 
-def _kv_bytes(pairs: dict) -> int:
-    """KV bytes a token at f16, over the layers that hold every token (windowed and
-    recurrent layers have a constant size and count as 0).
+class _Shape:
+    "What each layer of one model keeps, worked out of the header's keys."
 
-    Dense: n_head_kv * (key + value) * 2 a layer; latent attention: one row of
-    key_length * 2 (llama.cpp: llama_kv_cache).  Guesses high when keys are missing.
+    def __init__(self, pairs: dict, arch: str, width: int):
+        self.pairs, self.arch = pairs, arch
+        self.notes: list = []
+        self.n_embd = self.number("embedding_length") or width
+        total = self.number("block_count")
+        self.layers = total - self.number("nextn_predict_layers")
+        if not 0 < self.layers <= _MOST_LAYERS:
+            raise BadModel(f"the header of this {arch!r} model names "
+                           f"{fmt_n(self.layers)} layers",
+                           "give the first part of a split model"
+                           if not total else "this is no real model")
+        self.layers *= max(1, min(16, self.number("num_loops")))
+        self.window, self.windowed = self._windows()
+        self.recurrent = self._recurrent()
+        self._heads()
+        self.state_bytes, self.state_width = self._state()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.pairs.get(f"{self.arch}.{key}", default)
+
+    def number(self, key: str, default: int = 0) -> int:
+        value = self.get(key, default)
+        if isinstance(value, (list, _Long)):
+            raise TypeError(f"{key} is an array")
+        return max(0, int(value)) if abs(value) < 1 << 40 else 0
+
+    def hybrid(self) -> bool:
+        "Are there layers whose state cannot be rewound?"
+        return self.arch in _ALL_RECURRENT + _BY_INTERVAL + _BY_NO_KV + ("deepseek4",) \
+            or any(k.startswith((f"{self.arch}.ssm.", f"{self.arch}.wkv.",
+                                 f"{self.arch}.shortconv.", f"{self.arch}.kda."))
+                   for k in self.pairs)
+
+    def _windows(self) -> tuple:
+        "(window, [windowed?]); an unknown pattern counts every layer as full."
+        arch, none = self.arch, [False] * self.layers
+        window = self.number("attention.sliding_window", _WINDOWS.get(arch, 0))
+        pattern = self.get("attention.sliding_window_pattern")
+        if arch == "smallthinker" and window:
+            window = 4096
+        if arch == "exaone4":
+            window = (window or 4096) if self.layers == 64 else 0
+        if arch.startswith("lfm2") and window:
+            pattern = [1] * self.layers      # all that are not recurrent
+        if not window or arch == "phi3":     # the engine has it switched off there
+            return 0, none
+        if isinstance(pattern, list):
+            flags = [bool(v) for v in _per_layer(pattern, self.layers)]
+            if len(pattern) < self.layers:
+                self.notes.append("the window pattern is shorter than the layers")
+        else:
+            period, first = _PERIODS.get(arch, (0, False))
+            period = int(pattern) if isinstance(pattern, int) else period
+            if not period:
+                return 0, none               # the engine does not read the key there
+            flags = [bool(i % period) if first else i % period < period - 1
+                     for i in range(self.layers)]
+        return (window, flags) if any(flags) else (0, none)
+
+    def _recurrent(self) -> list:
+        "[has a recurrent state?] of all layers."
+        n, arch = self.layers, self.arch
+        if arch in _ALL_RECURRENT or arch == "falcon-h1":
+            return [True] * n
+        if arch in _BY_INTERVAL:
+            listed = self.get("attention.recurrent_layers")
+            if listed is not None:
+                return [bool(v) for v in _per_layer(listed, n)]
+            every = self.number("full_attention_interval", 4) or 4
+            return [(i + 1) % every != 0 for i in range(n)]
+        if not self.hybrid():
+            return [False] * n
+        kv = _per_layer(self.get("attention.head_count_kv"), n, 1)
+        wide = _per_layer(self.get("feed_forward_length"), n, 0) \
+            if arch.startswith("nemotron") else [0] * n
+        return [not heads and not ff for heads, ff in zip(kv, wide)]
+
+    def _heads(self) -> None:
+        "Elements of K and V a token, over full and over windowed layers."
+        n, arch = self.layers, self.arch
+        self.kv_full, self.kv_windowed = [0, 0], [0, 0]
+        self.layers_full = self.layers_windowed = 0
+        self.q8 = True
+        heads = self.get("attention.head_count")
+        if arch in _ALL_RECURRENT:
+            return
+        if not heads:
+            self.notes.append("the header names no attention heads")
+            heads = 1
+        for what, key in (("head_count", heads),
+                          ("head_count_kv", self.get("attention.head_count_kv"))):
+            if isinstance(key, list) and len(key) < n:
+                self.notes.append(f"{what} has {len(key)} entries for {n} layers")
+        heads = _per_layer(heads, n, max(_per_layer(heads, n)))
+        kv = self.get("attention.head_count_kv")
+        kv = heads if kv is None else _per_layer(kv, n, max(_per_layer(kv, n)))
+        width = self.n_embd // max(1, heads[0])
+        sizes = [self.number("attention.key_length") or width,
+                 self.number("attention.value_length") or width]
+        small = [self.number("attention.key_length_swa") or sizes[0],
+                 self.number("attention.value_length_swa") or sizes[1]]
+        latent = self.number("attention.key_length_mla") \
+            and self.number("attention.value_length_mla")
+        index = self.number("attention.indexer.key_length")
+        if not self.n_embd and not all(sizes):
+            raise BadModel(f"the header of this {arch!r} model names neither widths "
+                           "nor head sizes", "download another copy")
+        if arch in _OWN_CACHES:
+            self.notes.append(f"the caches of {arch!r} models are not known to toki")
+        own = 20 if arch == "gemma3n" else n - self.number(
+            "attention.shared_kv_layers")
+        for i in range(min(n, own)):
+            if self.recurrent[i] and arch != "falcon-h1":
+                continue
+            total = self.kv_windowed if self.windowed[i] else self.kv_full
+            k, v = small if self.windowed[i] else sizes
+            total[0] += kv[i] * k + (0 if self.windowed[i] else index)
+            total[1] += 0 if latent else kv[i] * v
+            self.q8 = self.q8 and not (k % 32 or (v % 32 and not latent))
+            self.layers_windowed += self.windowed[i]
+            self.layers_full += not self.windowed[i] and kv[i] > 0
+
+    def _state(self) -> tuple:
+        "(bytes a slot of all recurrent layers, elements a token of the widest part)."
+        n = sum(self.recurrent)
+        number, embd = self.number, self.n_embd
+        conv = number("ssm.conv_kernel")
+        inner = number("ssm.inner_size") + 2 * number("ssm.group_count") * number(
+            "ssm.state_size")
+        heads = _per_layer(self.get("attention.head_count"), 1)[0]
+        if number("wkv.head_size"):
+            row = number("token_shift_count", 2) * embd
+            state, inner = embd * number("wkv.head_size"), 2 * embd
+        elif number("shortconv.l_cache"):
+            row, state, inner = embd * (number("shortconv.l_cache") - 1), 0, embd
+        elif number("kda.head_dim"):
+            inner = heads * number("kda.head_dim")
+            row = 3 * (conv - 1 if conv else 3) * inner
+            state = number("kda.head_dim") * inner
+        elif self.arch == "minimax-01":
+            row, inner = 0, heads * number("attention.key_length")
+            state = inner * number("attention.key_length")
+        else:
+            row = max(0, conv - 1) * inner
+            state = number("ssm.state_size") * number("ssm.inner_size")
+        if n and not row + state:
+            self.notes.append("the size of the recurrent state is not in the header")
+        return 4 * (row + state) * n, inner if n else 0
+
+    def n_ff(self) -> int:
+        "Feed-forward elements that one token passes: dense, or the experts it uses."
+        widths = _per_layer(self.get("feed_forward_length"), self.layers)
+        expert = max(_per_layer(self.get("expert_feed_forward_length"), self.layers))
+        used = max(_per_layer(self.get("expert_used_count"), self.layers))
+        shared = self.number("expert_shared_feed_forward_length") or \
+            expert * self.number("expert_shared_count")
+        return max(max(widths), expert * used + shared)
+
+
+def split_names(name: str) -> tuple:
+    "All part names of the split model that `name` is part 1 of; () for other names."
+    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", name)
+    if found is None:
+        return ()
+    return tuple(f"{found[1]}-{i:05d}-of-{found[3]}.gguf"
+                 for i in range(1, int(found[3]) + 1))
+
+
+def read_facts(file: Any, size: int, name: str,
+               part: Optional[Callable[[str], tuple]] = None) -> ModelFacts:
+    """The facts of an open GGUF file; raises BadModel, and nothing else, for one that
+    is no model, is damaged or incomplete.
+
+    `part` opens another part of a split model: its file name to (file, bytes); it may
+    raise OSError.  Without it only the part at hand is summed, and a note says so.
     """
-    arch = str(pairs.get("general.architecture", ""))
-
-    def get(key: str, default: Any = None) -> Any:
-        return pairs.get(f"{arch}.{key}", default)
-    layers = min(int(get("block_count", 0) or 0)
-                 - int(get("nextn_predict_layers", 0) or 0), 4096)
-    if layers <= 0 or arch in ("mamba", "mamba2") or "rwkv" in arch:
-        return 0
-    heads = _per_layer(get("attention.head_count"), layers, 1)
-    heads_kv = _per_layer(get("attention.head_count_kv", heads), layers, heads[0])
-    width = int(get("embedding_length", 0) or 0) // max(1, max(heads))
-    key = int(get("attention.key_length", width) or width)
-    value = int(get("attention.value_length", width) or width)
-    if get("attention.key_length_mla") is not None:
-        return 2 * layers * key
-    interval = int(get("full_attention_interval", 4) or 4)
-    shared = int(get("attention.shared_kv_layers", 0) or 0)
-    total = 0
-    for i in range(layers - shared):
-        windowed = _is_windowed(arch, get, i)
-        recurrent = arch in ("qwen3next", "qwen35", "qwen35moe") and (i + 1) % interval
-        if not windowed and not recurrent:
-            total += heads_kv[i] * (key + value) * 2
-    return total
-
-
-def _is_windowed(arch: str, get: Callable, layer: int) -> bool:
-    if not get("attention.sliding_window"):
-        return False
-    pattern = get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        return layer < len(pattern) and bool(pattern[layer])
-    period = int(pattern or {"gemma3": 6, "gpt-oss": 2, "gemma2": 2, "cohere2": 4}.get(
-        arch, 0))
-    return period > 0 and layer % period < period - 1
-
-
-def read_facts(file: Any, size: int, name: str) -> ModelFacts:
-    "The facts of an open GGUF file; raises BadModel."
     try:
-        return _facts(_read_header(file, size), size, name)
-    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        return _facts(_read_header(file, size), size, name, part)
+    except (TypeError, ValueError, OverflowError, IndexError, struct.error) as error:
         raise BadModel(f"a key of the header has the wrong type: {error}",
                        "this is no real model") from None
 
 
-def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
-    arch = pairs.get("general.architecture")
-    if not isinstance(arch, str):
-        raise BadModel("the header names no architecture", "this file is no model")
+def _plain(text: str) -> str:
+    "A text of a file, fit for a terminal."
+    return "".join(c if c.isprintable() else "?" for c in text[:200])
 
-    def number(key: str) -> int:
-        value = pairs.get(f"{arch}.{key}")
-        return value if isinstance(value, int) and not isinstance(value, bool) else 0
-    if number("block_count") <= 0:
-        raise BadModel(f"the header of this {arch[:40]!r} model names no layers",
-                       "give the first part of a split model")
-    window = number("attention.sliding_window")
-    recurrent = arch.startswith(_RECURRENT) or any(
-        k.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv."))
-        for k in pairs)
-    kind = "append-only" if recurrent else "window" if window else "rewindable"
+
+def _facts(first: _File, size: int, name: str, part: Optional[Callable]) -> ModelFacts:
+    pairs = first.pairs
+    arch = pairs.get("general.architecture")
+    names = split_names(name)
+    if pairs.get("split.no") not in (None, 0):
+        raise BadModel("this is a later part of a split model", "give the first part"
+                       + (f": {names[0]}" if names else ""))
+    if not isinstance(arch, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", arch):
+        raise BadModel("the header names no architecture" if not isinstance(arch, str)
+                       else f"{arch[:80]!r} is no architecture",
+                       "this file is no model")
+    files, sizes = _parts(first, size, name, names, part)
+    shape = _Shape(pairs, arch, first.embedding[0] if first.embedding else 0)
+    by_type: dict = {}
+    for f in files:
+        for word, n_bytes in f.by_type.items():
+            by_type[word] = by_type.get(word, 0) + n_bytes
+    count = pairs.get("split.count", 1)
+    if len(files) < count:
+        shape.notes.append(f"{count - len(files)} of {count} parts were not looked at")
     return ModelFacts(
-        str(pairs.get("general.name") or name), arch, kind, number("context_length"),
-        window, _kv_bytes(pairs), "tokenizer.chat_template" in pairs, size)
+        _plain(str(pairs.get("general.name") or name)), arch,
+        "append-only" if shape.hybrid() else "window" if shape.window
+        else "rewindable", shape.number("context_length"), shape.window,
+        2 * sum(shape.kv_full), any(k.startswith("tokenizer.chat_template")
+                                    for k in pairs),
+        sizes, sum(f.weight_bytes for f in files), sum(f.params for f in files),
+        sum(f.tensors for f in files), _quant(name, pairs, by_type), shape.layers,
+        shape.n_embd, shape.n_ff(), _n_items(pairs, "tokenizer.ggml.tokens"),
+        _n_items(pairs, "tokenizer.ggml.merges"), tuple(shape.kv_full),
+        tuple(shape.kv_windowed), shape.layers_full, shape.layers_windowed,
+        sum(shape.recurrent), shape.state_bytes, shape.state_width, shape.q8,
+        sum(f.embedding_bytes for f in files), names if count > 1 else (),
+        tuple(shape.notes))
+
+
+def _parts(first: _File, size: int, name: str, names: tuple,
+           part: Optional[Callable]) -> tuple:
+    "([header of every part], bytes of all); BadModel names a part that is not right."
+    pairs = first.pairs
+    count = pairs.get("split.count", 1)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise BadModel("the number of parts is no number", "this is no real model")
+    if count <= 1 or part is None:
+        return [first], size
+    if len(names) != count or name != names[0]:
+        raise BadModel(f"the header speaks of {count} parts, the name {name[:80]!r} "
+                       "does not", "give the parts their own names again: "
+                       f"NAME-00001-of-{count:05d}.gguf and so on")
+    files = [first]
+    for number, other in enumerate(names[1:], 1):
+        try:
+            file, n_bytes = part(other)
+        except OSError as error:
+            raise BadModel(f"part {number + 1} of {count} is missing: {other} "
+                           f"({error.strerror or error})", "all parts belong into one "
+                           "folder") from None
+        with contextlib.closing(file):
+            found = _read_header(file, n_bytes)
+        if (found.pairs.get("split.no"), found.pairs.get("split.count")) != (
+                number, count):
+            raise BadModel(f"{other} is not part {number + 1} of {count} of this model",
+                           "download it again")
+        files.append(found)
+        size += n_bytes
+    wanted = pairs.get("split.tensors.count")
+    have = sum(f.tensors for f in files)
+    if wanted is not None and have != wanted:
+        raise BadModel(f"the parts hold {have} tensors, {wanted} belong to the model",
+                       "a part of another model is among them: download them again")
+    return files, size
+
+
+def _n_items(pairs: dict, key: str) -> int:
+    value = pairs.get(key)
+    return value.n if isinstance(value, _Long) else len(value) if isinstance(
+        value, list) else 0
+
+
+def _quant(name: str, pairs: dict, by_type: dict) -> str:
+    found = _QUANT_NAME.findall(name)
+    if found:
+        return found[-1].upper()
+    known = _FILE_TYPES.get(pairs.get("general.file_type"))
+    return known or max(by_type, key=by_type.get, default="unknown")
 
 
 # ============================================================================
@@ -4641,9 +5017,12 @@ def _cells_slack(window: int) -> int:
 
 def model_facts(edges: Edges, path: str) -> ModelFacts:
     "Header facts of a model file; raises BadModel, also for a file that is not there."
+    def part(name: str) -> tuple:
+        other = os.path.join(os.path.dirname(path), name)
+        return edges.disk.open_binary(other), edges.disk.size(other)
     try:
         with edges.disk.open_binary(path) as f:
-            return read_facts(f, edges.disk.size(path), os.path.basename(path))
+            return read_facts(f, edges.disk.size(path), os.path.basename(path), part)
     except OSError as error:
         raise BadModel(f"{path}: {error.strerror or error}",
                        "give the path of a GGUF file") from None
