@@ -3681,6 +3681,8 @@ _PERIODS = {
     "mellum": (4, False), "smallthinker": (4, True), "modern-bert": (3, True)}
 # Window where the key is missing (or not used): tokens
 _WINDOWS = {"gemma2": 4096, "llama4": 8192, "exaone-moe": 128}
+# Types that a CPU build lays out anew in memory of its own (repack.cpp, AVX2 and NEON)
+_REPACKED = ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
 _ALL_RECURRENT = ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
 _BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp", "minimax-01")
 _BY_NO_KV = ("jamba", "granitehybrid", "lfm2", "lfm2moe", "plamo2", "kimi-linear",
@@ -3724,6 +3726,7 @@ class ModelFacts(NamedTuple):
     state_width: int = 0     # elements a token of its widest intermediate
     q8_kv: bool = True       # head sizes that q8_0 can hold (blocks of 32)
     embedding_bytes: int = 0         # token embeddings: on the host, GPU or not
+    repack_bytes: int = 0    # weights that a CPU build copies unless --no-repack
     parts: tuple = ()        # file names, when there is more than one
     notes: tuple = ()
 
@@ -3838,6 +3841,7 @@ class _File(NamedTuple):
     params: int
     weight_bytes: int
     embedding_bytes: int
+    repack_bytes: int
     by_type: dict                # type name -> bytes
     embedding: tuple             # dimensions of the token embeddings
 
@@ -3894,7 +3898,7 @@ def _tensors(h: _Header, pairs: dict, n_tensors: int) -> _File:
     if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
         raise BadModel(f"an alignment of {str(align)[:40]}", "this is no real model")
     seen: set = set()
-    params = weights = embedding_bytes = end = 0
+    params = weights = embedding_bytes = repack_bytes = end = 0
     by_type: dict = {}
     embedding: tuple = ()
     for _ in range(n_tensors):
@@ -3923,12 +3927,15 @@ def _tensors(h: _Header, pairs: dict, n_tensors: int) -> _File:
         if name in ("token_embd.weight", "per_layer_token_embd.weight"):
             embedding_bytes += n_bytes
             embedding = embedding or tuple(dims)
+        elif word in _REPACKED:
+            repack_bytes += n_bytes
     data = -(-h.at // align) * align
     if n_tensors and data + offset + n_bytes > h.size:
         raise BadModel(f"the file is cut short: {h.size:,} bytes are there, the header "
                        f"speaks of {data + offset + n_bytes:,}",
                        "download the file again")
-    return _File(pairs, n_tensors, params, weights, embedding_bytes, by_type, embedding)
+    return _File(pairs, n_tensors, params, weights, embedding_bytes, repack_bytes,
+                 by_type, embedding)
 
 
 def _per_layer(value: Any, layers: int, default: int = 0) -> list:
@@ -4169,8 +4176,8 @@ def _facts(first: _File, size: int, name: str, part: Optional[Callable]) -> Mode
         _n_items(pairs, "tokenizer.ggml.merges"), tuple(shape.kv_full),
         tuple(shape.kv_windowed), shape.layers_full, shape.layers_windowed,
         sum(shape.recurrent), shape.state_bytes, shape.state_width, shape.q8,
-        sum(f.embedding_bytes for f in files), names if count > 1 else (),
-        tuple(shape.notes))
+        sum(f.embedding_bytes for f in files), sum(f.repack_bytes for f in files),
+        names if count > 1 else (), tuple(shape.notes))
 
 
 def _parts(first: _File, size: int, name: str, names: tuple,
@@ -4309,7 +4316,7 @@ class Wishes(NamedTuple):
     fixed: tuple = ()        # of "ctx", "slots", "kv_type"
     ubatch: int = 512
     page_cache: bool = True  # a shelf is on
-    repack: int = 0          # bytes of weights that the engine copies
+    repack: bool = False     # a CPU build copies weights into an order of its own
 
 
 class MemoryPlan(NamedTuple):
@@ -4328,6 +4335,7 @@ class MemoryPlan(NamedTuple):
     compute: int
     output: int
     process: int
+    repack: int              # copies of weights
     page_cache: int
     room: int
     steps: tuple = ()        # what gave way, a sentence each
@@ -4338,7 +4346,8 @@ class MemoryPlan(NamedTuple):
     def total(self) -> int:
         "Anonymous memory and weights of the engine at its peak."
         return self.weights + self.kv + self.window + self.state + \
-            self.checkpoint_bytes + self.compute + self.output + self.process
+            self.checkpoint_bytes + self.compute + self.output + self.process \
+            + self.repack
 
 
 def most_new_tokens(ctx: int, prompt_tokens: int) -> int:
@@ -4365,7 +4374,7 @@ def wishes_of(config: Config) -> Wishes:
     return Wishes(config.ctx, max(1, config.slots), kv_type,
                   memory=int(config.memory_gb * _GIB), fixed=tuple(fixed),
                   ubatch=int(ubatch) if ubatch.isdigit() else 512,
-                  page_cache=config.shelf)
+                  page_cache=config.shelf, repack="--no-repack" not in words)
 
 
 # ---- what a shape needs -----------------------------------------------------
@@ -4420,13 +4429,13 @@ def _plan_of(facts: ModelFacts, s: _Fit, wishes: Wishes) -> MemoryPlan:
     wide = facts.architecture in _WIDE_GRAPHS
     process = _PROCESS + s.slots * (_PROCESS_SLOT + _SAMPLER_TOKEN * facts.n_vocab) \
         + _VOCAB_TOKEN * facts.n_vocab + _VOCAB_MERGE * facts.n_merges \
-        + wide * 40 * ub * _GRAPH_NODE + wishes.repack
+        + wide * 40 * ub * _GRAPH_NODE
     page = min(_PAGE_CACHE, (kv + window + state) // s.slots) * wishes.page_cache
     return MemoryPlan(
         s.ctx, s.slots, s.kv_type, s.swa_full, s.checkpoints, None, facts.weight_bytes
         or facts.size, kv, window, state, one * s.checkpoints * s.slots,
-        4 * ub * _width(facts) + masks, 4 * facts.n_vocab * s.slots, process, page, 0,
-        (), (), facts.notes)
+        4 * ub * _width(facts) + masks, 4 * facts.n_vocab * s.slots, process,
+        facts.repack_bytes * wishes.repack, page, 0, (), (), facts.notes)
 
 
 # ---- the search ---------------------------------------------------------------
@@ -4565,6 +4574,8 @@ def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPla
     Raises UsageError with the numbers when 512 tokens in one slot do not fit, or what
     the user fixed does not.
     """
+    if machine.gpus:
+        wishes = wishes._replace(repack=False)
     most = max(_CTX_FLOOR, (facts.n_ctx_train or 8192) // 256 * 256)
     ctx = wishes.ctx or min(most, _CTX_MOST)
     swa_full = facts.kind == "window" and wishes.swa_full
@@ -4615,7 +4626,7 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
         with contextlib.suppress(UsageError):
             best = plan_memory(facts, machine, wishes._replace(
                 ctx=0, fixed=tuple(f for f in wishes.fixed if f != "ctx")))
-            ways = f"try --ctx {best.ctx} with --slots {best.slots}"
+            ways = f"--ctx {best.ctx} with --slots {best.slots} fits"
     return UsageError(
         f"{facts.name} does not fit: {fmt_n(least.ctx)} tokens in {least.slots} slot"
         f"{'s' if least.slots > 1 else ''} need ~{fmt_bytes(need)} (weights "
@@ -4670,8 +4681,7 @@ def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
         if abs(planned - said) > 0.05 * _MIB:
             out.append(f"{what}: {planned / _MIB:,.2f} MiB planned, the engine took "
                        f"{said / _MIB:,.2f} MiB")
-    planned = plan.weights + plan.kv + plan.window + plan.state + plan.compute \
-        + plan.output
+    planned = plan.total - plan.checkpoint_bytes - plan.process
     said = report.weights + report.kv + report.state + report.compute + report.output
     if abs(planned - said) > max(0.05 * said, 16 * _MIB):
         out.append(f"buffers in all: {fmt_bytes(planned)} planned, the engine took "
@@ -10353,6 +10363,16 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
     return None
 
 
+def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
+                 facts: ModelFacts) -> MemoryPlan:
+    "What fits now, for this engine and model, with the flags it is known to need."
+    known = _read_json(edges, where.file(_REMEDIES)).get(
+        plan["binary"] + " " + plan["model"], [])
+    wishes = wishes_of(config)
+    return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
+        repack=wishes.repack and "--no-repack" not in known))
+
+
 class Daemon:
     "One gateway in front of one engine, attached or started; `run` until stopped."
 
@@ -10375,8 +10395,7 @@ class Daemon:
     def _make_process(self) -> EngineProcess:
         plan, edges, where = self.plan or {}, self.edges, self.where
         facts = model_facts(edges, plan["model"])
-        self.memory_plan = fit = plan_memory(
-            facts, detect_memory(edges, plan["binary"]), wishes_of(self.config))
+        self.memory_plan = fit = _memory_plan(self.config, where, edges, plan, facts)
         slots, ctx, swa_full = fit.slots, fit.ctx, fit.swa_full
         for line in (*fit.steps, fit_text(fit)):
             log.info("memory: %s", line)
@@ -10665,13 +10684,12 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
             f"(pid {record['pid']}); `toki down` stops it")
         return record
     engine, model = _resolve(config, where, edges, yes, say)
-    fit = plan_memory(model_facts(edges, model), detect_memory(edges, engine),
-                      wishes_of(config))     # unfit is said here, not in a log
-    for line in (*fit.steps, fit_text(fit)):
-        say("memory: " + line)
-    port = _choose_port(config, edges, say)
     plan = {"schema": 1, "binary": engine, "model": model,
             "alias": re.sub(r"\.gguf$", "", os.path.basename(model))}
+    fit = _memory_plan(config, where, edges, plan, model_facts(edges, model))
+    for line in (*fit.steps, fit_text(fit)):     # unfit is said here, not in a log
+        say("memory: " + line)
+    port = _choose_port(config, edges, say)
     edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
@@ -10679,7 +10697,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
         if s.name not in ("state_dir", "port", "model", "engine_bin", "engine",
                           "source") and not s.secret \
                 and getattr(config, s.name) != s.default:
-            argv += ["--" + s.name.replace("_", "-"), str(getattr(config, s.name))]
+            argv.append(f"--{s.name.replace('_', '-')}={getattr(config, s.name)}")
     with edges.disk.append_handle(where.file("logs", "daemon.err")) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
