@@ -5686,7 +5686,7 @@ def detect_memory(edges: Edges, binary: str = "", system: str = sys.platform) ->
 
 def effective_shape(edges: Edges, where: Places, model: str) -> dict:
     "What the engine of this model file was last started with: ctx, slots, ...; or {}."
-    with contextlib.suppress(ValueError, AttributeError, OSError):
+    with contextlib.suppress(ValueError, AttributeError, TypeError, OSError):
         known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
         return dict(known.get("models", {}).get(model, {}))
     return {}
