@@ -5458,6 +5458,12 @@ class Counters:
         return {name: getattr(self, name) for name in self.NAMES}
 
 
+_RATE_NAMES = {              # as in the state document
+    "prefill_ms": "prefill_ms_per_token", "decode_ms": "decode_ms_per_token",
+    "save_ms": "save_ms_per_token", "restore_ms": "restore_ms_per_token",
+    "reply_tokens": "reply_tokens"}
+
+
 class Rates:
     "Milliseconds a token, learned from the engine's timings; None until measured."
 
@@ -5482,16 +5488,20 @@ class Rates:
             name, rest = kind + "_ms", max(0.0, ms - MOVE_FIXED_MS)
             setattr(self, name, self._mix(getattr(self, name), rest / n_tokens))
 
+    def recall(self, known: Any) -> None:
+        "What `as_dict` gave in an earlier life, where nothing is measured yet."
+        for name, key in _RATE_NAMES.items():
+            value = known.get(key) if isinstance(known, dict) else None
+            if getattr(self, name) is None and isinstance(value, (int, float)) \
+                    and 0 <= value < 1e6:
+                setattr(self, name, float(value))
+
     @staticmethod
     def _mix(old: Optional[float], new: float) -> float:
         return new if old is None else 0.8 * old + 0.2 * new
 
     def as_dict(self) -> dict:
-        return {"prefill_ms_per_token": self.prefill_ms,
-                "decode_ms_per_token": self.decode_ms,
-                "save_ms_per_token": self.save_ms,
-                "restore_ms_per_token": self.restore_ms,
-                "reply_tokens": self.reply_tokens}
+        return {key: getattr(self, name) for name, key in _RATE_NAMES.items()}
 
 
 _COUNTED_AS = {"hit": "hits", "soft_hit": "soft_hits", "miss": "misses"}
@@ -8956,6 +8966,9 @@ class Net:
         except urllib.error.HTTPError as error:
             return error                     # an answer as any other
 
+    def host_name(self) -> str:
+        return socket.gethostname()
+
     def free_port(self, host: str = "127.0.0.1") -> int:
         with socket.socket() as s:
             s.bind((host, 0))
@@ -12015,6 +12028,8 @@ _P_LOSS = 0.1                # chance that a slot is lost before its next turn
 _GAP_S = 0.05
 _REST_S = 1.0                # so long a pause may become a long one
 _QUIET_S = 20.0              # before certificates and audits
+_KEPT_RATES = 64             # models, builds and machines
+
 
 
 class _Ticket:
@@ -12035,8 +12050,9 @@ class Keeper:
     def __init__(self, engine: Engine, config: Config, edges: Edges = REAL,
                  managed: bool = False, ledger: Optional[Ledger] = None,
                  embedder: Optional[Engine] = None, shelf_folder: str = "",
-                 shelf_index: str = ""):
+                 shelf_index: str = "", rates_file: str = ""):
         self.shelf_folder, self.shelf_index = shelf_folder, shelf_index
+        self.rates_file = rates_file     # what was measured in earlier lives
         self.engine, self.config, self.edges = engine, config, edges
         self.managed, self.ledger, self.embedder = managed, ledger, embedder
         # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
@@ -12077,6 +12093,7 @@ class Keeper:
         self.audited: dict = {}          # output classes counted so far
         self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
         self.recent: deque = deque(maxlen=200)   # rows for the faces
+        self._rated_asks = 0             # asks at the time when rates were kept
 
     @property
     def shelf(self) -> Optional[Shelf]:
@@ -12114,6 +12131,7 @@ class Keeper:
             self.state, self.trouble = "ready", ""
             self._ready_at = self.edges.clock.now()
             self.book.counters.own_tokens += spent
+        self._recall_rates()
         try:
             self._open_shelf(info)
         except Exception:                # asks are served without it
@@ -12126,6 +12144,32 @@ class Keeper:
         with self.lock:
             self._grant_locked()
         return True
+
+    def _rates_known(self) -> tuple:
+        "(all rates in the file, the key of this model, build and machine)"
+        known: Any = {}
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(self.edges.disk.read_text(self.rates_file) or "{}")
+        return known if isinstance(known, dict) else {}, \
+            f"{self._namespace()} {self.edges.net.host_name()} {cpu_count()}"
+
+    def _recall_rates(self) -> None:
+        "Begin with what this model, build and machine did before."
+        if self.rates_file:
+            known, key = self._rates_known()
+            with self.lock:
+                self.book.rates.recall(known.get(key))
+
+    def keep_rates(self) -> None:
+        "For the next life; a file that cannot be written costs only that."
+        if self.rates_file and self.engine.info and self.book.rates.prefill_ms:
+            known, key = self._rates_known()
+            known.pop(key, None)
+            known[key] = self.book.rates.as_dict()
+            for old in list(known)[:-_KEPT_RATES]:
+                del known[old]
+            with contextlib.suppress(OSError):
+                self.edges.disk.write(self.rates_file, json.dumps(known).encode())
 
     def _open_shelf(self, info: EngineInfo) -> None:
         "Snapshots of this very model and engine shape, from this and earlier lives."
@@ -12269,6 +12313,10 @@ class Keeper:
             busy = self.open_count() or self.tickets or self.state != "ready"
         if busy or quiet < _QUIET_S or self.foreign:
             return
+        asks = self.book.counters.asks
+        if asks != self._rated_asks:
+            self._rated_asks = asks
+            self.keep_rates()
         for act in self.on_idle:
             if act():
                 return
@@ -12897,6 +12945,7 @@ class Keeper:
                 pass
 
     def stop(self) -> None:
+        self.keep_rates()
         self.stopping.set()
         self.nudge.set()
         self.up.set()                    # let waiting asks see that it ends
@@ -16572,7 +16621,8 @@ class Daemon:
         shelf = self.where.shelf if self.plan is not None else config.shelf_dir
         self.keeper = Keeper(self.engine, config, edges, self.sole, ledger,
                              embedder, shelf if self.lock_file else "",
-                             self.where.file("shelf.db"))
+                             self.where.file("shelf.db"),
+                             self.where.file("rates.json") if self.lock_file else "")
         self._audit(self.keeper)
         self.recall = Recall(config, edges, self.where.file("recall.db")
                              if ledger is not None else "")
