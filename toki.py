@@ -51,6 +51,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     32 INSTALL   get an engine and a starter model
     33 STACK     up, down, status: engine and daemon as one thing
     0  LAUNCH    start an agent, pinned to the model that runs here
+    0  WIRED     a client's own configuration that points here until it is taken back
     34 BENCH     toki's own cost, soak, and the everyday situations
     35 DOCTOR    is everything fit, and if not, what to do
     36 COMMANDS  one function per subcommand, then main
@@ -72,6 +73,7 @@ import base64
 import bisect
 import configparser
 import contextlib
+import difflib
 import hashlib
 import hmac
 import http.client
@@ -381,8 +383,8 @@ SETTINGS = (
             "strict set of MCP servers"),
     Setting("claude_effort", "", _choice("", "low", "medium", "high", "xhigh", "max"),
             "Claude Code's --effort"),
-    Setting("claude_timeout_ms", 0, _natural, "Claude Code waits this long for a reply, "
-            "in ms; 0: half an hour on a cpu, else its own limits"),
+    Setting("claude_timeout_ms", 0, _natural, "Claude Code waits this long for a "
+            "reply, in ms; 0: half an hour on a cpu, else its own limits"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
             "how much the log says"),
 )
@@ -5713,7 +5715,7 @@ class Facts(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    "argv with the program's name first; env: None removes a variable; files: name, text."
+    "argv: the program's name first; env: None removes a variable; files: name, text."
     argv: list
     env: dict
     files: dict
@@ -5739,14 +5741,14 @@ class Agent(NamedTuple):
 
 # Keys and addresses of other servers: a launched agent must not find its way there.
 FOREIGN = (
-    "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL", "ANTHROPIC_MODEL",
-    "ANTHROPIC_OAUTH_TOKEN", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX",
+    "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_MODEL", "ANTHROPIC_OAUTH_TOKEN", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX",
     "CLAUDE_CODE_OAUTH_TOKEN", "OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_MODEL",
     "OPENROUTER_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY", "XAI_API_KEY",
     "DEEPSEEK_API_KEY", "MOONSHOT_API_KEY", "KIMI_API_KEY", "MISTRAL_API_KEY",
     "GROQ_API_KEY", "CEREBRAS_API_KEY", "TOGETHER_API_KEY", "FIREWORKS_API_KEY",
-    "DASHSCOPE_API_KEY", "AZURE_OPENAI_API_KEY", "AI_GATEWAY_API_KEY", "FACTORY_API_KEY",
-    "ZAI_API_KEY", "MINIMAX_API_KEY", "OPENCODE_API_KEY", "CODEX_API_KEY")
+    "DASHSCOPE_API_KEY", "AZURE_OPENAI_API_KEY", "AI_GATEWAY_API_KEY",
+    "FACTORY_API_KEY", "ZAI_API_KEY", "MINIMAX_API_KEY", "OPENCODE_API_KEY", "CODEX_API_KEY")
 _LONG_MS = 1_800_000         # half an hour: what a processor may need for one prefill
 _KEY = "TOKI_API_KEY"
 _ON, _OFF = "1", "0"
@@ -5784,7 +5786,8 @@ def claude_environment(f: Facts) -> dict:
            "API_FORCE_IDLE_TIMEOUT": _OFF}
     budget = f.timeout_ms or (_LONG_MS if f.profile == "cpu" else 0)
     if budget:
-        env.update(API_TIMEOUT_MS=str(budget), CLAUDE_STREAM_IDLE_TIMEOUT_MS=str(budget))
+        env.update(API_TIMEOUT_MS=str(budget),
+                   CLAUDE_STREAM_IDLE_TIMEOUT_MS=str(budget))
     return env
 
 
@@ -5830,8 +5833,8 @@ def _claude(f: Facts, extra: Sequence[str]) -> Wiring:
 
 # ---- Codex ------------------------------------------------------------------
 _CODEX_WORDS = (
-    "You are a coding agent in a terminal. You work in the user's folder with the tools "
-    "you are given and nothing else.\n\n"
+    "You are a coding agent in a terminal. You work in the user's folder with the "
+    "tools you are given and nothing else.\n\n"
     "Find out before you act: list, search and read the files that matter, and never "
     "guess what a file holds. Keep changes small and in the style of the code around "
     "them; leave alone what was not asked for. After a change, run the tests or the "
@@ -6064,7 +6067,7 @@ def _hermes(f: Facts, extra: Sequence[str]) -> Wiring:
     if list(extra[:1]) == ["chat"]:
         extra = extra[1:]
     return Wiring(["hermes", "chat", "--provider", "custom", "-m", f.model, *extra],
-                  {"CUSTOM_BASE_URL": f.v1, "CUSTOM_API_KEY": f.token}, {})
+                  {"CUSTOM_BASE_URL": f.v1, "OPENAI_API_KEY": f.token}, {})
 
 
 def _openclaw(f: Facts, extra: Sequence[str]) -> Wiring:
@@ -6113,7 +6116,7 @@ AGENTS = (
     Agent("hermes", "Hermes", "hermes", "pip install hermes-agent", "chat", 15_000,
           _hermes, ("~/.local/bin",), (*_M, "--provider")),
     Agent("openclaw", "OpenClaw", "openclaw", "npm i -g openclaw", "chat", 5_000,
-          _openclaw, (), _M),
+          _openclaw, (), ("--model",)),
     Agent("omp", "OMP", "omp", "bun i -g @oh-my-pi/pi-coding-agent", "chat", 15_000,
           _omp, ("~/.bun/bin",), ("--model", "--smol", "--slow", "--plan")),
     Agent("dsh", "DeepSeek Harness", "dsh", "npm i -g @deepseek-ai/dsh", "chat", 8_000,
@@ -6152,8 +6155,8 @@ def wiring(agent: Agent, facts: Facts, extra: Sequence[str] = ()) -> Wiring:
 
 
 def shim_script(text: str) -> str:
-    """The script or program behind a .cmd shim of npm, relative to the shim's folder; ''
-    when the text is no such shim.  Arguments must not pass through cmd.exe, which
+    """The script or program behind a .cmd shim of npm, relative to the shim's folder;
+    '' when the text is no such shim.  Arguments must not pass through cmd.exe, which
     would read % and & in them."""
     found = re.findall(r'"%(?:~dp0|dp0%)\\([^"%]+\.(?:c?js|mjs|exe))"', text, re.I)
     return found[-1].replace("\\", "/") if found else ""
@@ -12599,7 +12602,7 @@ def served_model(url: tuple, token: str, edges: Edges) -> tuple:
 
 
 def _profile(c: Any, state: dict) -> str:
-    """"cpu" or "gpu": what the daemon says, else the devices its engine's program lists.
+    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
     Unknown means cpu: patience costs nothing on a fast machine."""
     told = str((state.get("engine") or {}).get("profile") or "")
     if told:
@@ -12774,6 +12777,322 @@ def _show(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
     else:
         _print_wiring(c, shown)
     return 0
+
+
+# ============================================================================
+# 0. WIRED - a client's own configuration that points here until it is taken back.
+#    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire, unwire,
+#    rewire_all, wired_text, unwired_text.
+#
+#    The one place where toki writes what belongs to the user, and only after the
+#    difference was shown and agreed to.  The bytes from before are kept; when nobody
+#    touched the file meanwhile exactly they come back, else only what toki put in goes.
+# ============================================================================
+_WIRED = "wired.json"
+_BEGIN, _END = "# toki: begin, `toki unwire` takes this out", "# toki: end"
+_ASIDE = "#toki# "           # in front of the user's own line while ours stands
+
+
+class Wire(NamedTuple):
+    "`files(facts)`: [(variable that moves its folder, folder, name, format, content)]."
+    name: str
+    files: Callable
+
+
+def _wire_claude(f: Facts) -> list:
+    return [("CLAUDE_CONFIG_DIR", "~/.claude", "settings.json", "json",
+             {"env": claude_environment(f), "model": f.model})]
+
+
+def _wire_codex(f: Facts) -> list:
+    root, provider = codex_model_tables(f)
+    return [("CODEX_HOME", "~/.codex", "config.toml", "toml",
+             {"": root, "model_providers.toki": provider})]
+
+
+def _wire_opencode(f: Facts) -> list:
+    config = wiring(find_name("opencode"), f).env["OPENCODE_CONFIG_CONTENT"]
+    config = json.loads(config.replace("{env:TOKI_API_KEY}", f.token))
+    return [("", "~/.config/opencode", "opencode.json", "json", config)]
+
+
+def _wire_qwen(f: Facts) -> list:
+    settings = json.loads(wiring(find_name("qwen"), f).files["settings.json"])
+    settings.pop("general")              # updates stay the user's choice
+    return [("QWEN_HOME", "~/.qwen", "settings.json", "json",
+             dict(settings, env={"TOKI_API_KEY": f.token}))]
+
+
+def _wire_pi(f: Facts) -> list:
+    text = wiring(find_name("pi"), f).files["toki.ts"]
+    provider = json.loads(text[text.index("{\"name\""):text.rindex(");")])
+    models = [{k: v for k, v in m.items() if k != "type"} for m in provider["models"]]
+    provider.update(apiKey=f.token, models=models)
+    return [("PI_CODING_AGENT_DIR", "~/.pi/agent", "models.json", "json",
+             {"providers": {"toki": provider}}),
+            ("PI_CODING_AGENT_DIR", "~/.pi/agent", "settings.json", "json",
+             {"defaultProvider": "toki", "defaultModel": f.model})]
+
+
+WIRES = {w.name: w for w in (
+    Wire("claude", _wire_claude), Wire("codex", _wire_codex),
+    Wire("opencode", _wire_opencode), Wire("qwen", _wire_qwen), Wire("pi", _wire_pi))}
+
+
+# ---- texts: pure ------------------------------------------------------------
+def _laid_over(under: Any, over: Any) -> Any:
+    if isinstance(under, dict) and isinstance(over, dict):
+        return {**under, **{k: _laid_over(under.get(k), v) for k, v in over.items()}}
+    return over
+
+
+_NOTHING = object()
+
+
+def _unmerged(now: Any, over: Any, before: Any) -> Any:
+    "`now` without what `over` put in; a value changed since is the user's."
+    if not isinstance(now, dict) or not isinstance(over, dict):
+        return before if now == over else now
+    old = before if isinstance(before, dict) else {}
+    out = {}
+    for name, value in now.items():
+        if name in over:
+            value = _unmerged(value, over[name], old.get(name, _NOTHING))
+        if value is not _NOTHING:
+            out[name] = value
+    out.update({k: v for k, v in old.items() if k in over and k not in out})
+    return out if out or before is not _NOTHING else _NOTHING
+
+
+def _parsed(text: str) -> dict:
+    try:
+        value = json.loads(text.lstrip("\ufeff") or "{}")
+    except ValueError as error:
+        raise UsageError(f"this configuration is no plain JSON ({error}); a comment or "
+                         "a trailing comma would be lost", "put the shown lines in by "
+                         "hand, or take the comments out") from None
+    if not isinstance(value, dict):
+        raise UsageError("this configuration is no JSON object", "see the file")
+    return value
+
+
+def _as_before(value: dict, text: str) -> str:
+    "JSON with the mark, indentation and line ends that `text` has."
+    found = re.search(r"\n([ \t]+)\S", text)
+    gap: Any = found.group(1) if found else 2
+    out = json.dumps(value, indent=gap, ensure_ascii=False)
+    out += "\n" if not text or text.endswith("\n") else ""
+    out = out.replace("\n", "\r\n") if "\r\n" in text else out
+    return ("\ufeff" if text.startswith("\ufeff") else "") + out
+
+
+def _toml_lines(table: dict) -> list:
+    return [f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in table.items()]
+
+
+def _toml_wired(text: str, over: dict) -> str:
+    """Root keys in a marked block on top, tables in one at the end; lines of the user's
+    that say the same keys are set aside."""
+    end = "\r\n" if "\r\n" in text else "\n"
+    for name in filter(None, over):
+        if re.search(rf"^\s*\[\s*{re.escape(name)}\s*\]", text, re.M):
+            raise UsageError(f"this configuration has a table [{name}] already",
+                             "rename or remove it first")
+    lines, root = [], True
+    for line in text.lstrip("\ufeff").splitlines():
+        root = root and not line.lstrip().startswith("[")
+        key = line.partition("=")[0].strip().strip("\"'")
+        lines.append(_ASIDE + line if root and "=" in line and key in over.get("", {})
+                     else line)
+    top = [_BEGIN, *_toml_lines(over.get("", {})), _END]
+    tail = [_BEGIN]
+    for name, table in over.items():
+        tail += [f"[{name}]", *_toml_lines(table)] if name else []
+    return ("\ufeff" if text.startswith("\ufeff") else "") + end.join(
+        [*top, *lines, *tail, _END]) + end
+
+
+def _toml_unwired(text: str) -> str:
+    kept, inside = [], False
+    for line in text.splitlines(keepends=True):
+        word = line.strip()
+        inside = inside or word == _BEGIN
+        if not inside:
+            kept.append(line[len(_ASIDE):] if line.startswith(_ASIDE) else line)
+        inside = inside and word != _END
+    return "".join(kept)
+
+
+def wired_text(form: str, text: str, over: dict) -> str:
+    """A configuration file's text with `over` in it; `form` is "json" or "toml".
+
+    UsageError for JSON with comments, which could not be written back as it was.
+    """
+    if form == "toml":
+        return _toml_wired(text, over)
+    return _as_before(_laid_over(_parsed(text), over), text)
+
+
+def unwired_text(form: str, text: str, over: dict, before: str) -> str:
+    "The text without what toki put in; what was changed since then stays."
+    if form == "toml":
+        return _toml_unwired(text)
+    value = _unmerged(_parsed(text), over, _parsed(before))
+    return _as_before(value, text)
+
+
+# ---- files ------------------------------------------------------------------
+def _records(c: Any) -> dict:
+    with contextlib.suppress(ValueError):
+        return json.loads(c.edges.disk.read_text(c.where.file(_WIRED)) or "{}")
+    return {}
+
+
+def _remember(c: Any, records: dict) -> None:
+    c.edges.disk.write(c.where.file(_WIRED), json.dumps(records, indent=1).encode())
+
+
+def _bytes_of(path: str, edges: Edges) -> Optional[bytes]:
+    if not edges.disk.is_file(path):
+        return None
+    with edges.disk.open_binary(path) as f:
+        return f.read()
+
+
+def _plain_text(data: Optional[bytes], path: str) -> str:
+    "UTF-8 with or without a mark, mark and line ends kept."
+    try:
+        return (data or b"").decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8", "save it as UTF-8 first") from None
+
+
+def _difference(path: str, old: str, new: str, token: str) -> str:
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), path, path,
+                                 lineterm="", n=2)
+    text = "\n".join(lines)
+    return text.replace(token, "(the local token)") if token else text
+
+
+def _agree(c: Any, yes: bool, question: str) -> bool:
+    if yes:
+        return True
+    if not c.edges.term.interactive():
+        raise UsageError("nothing was written: this needs a yes", "add --yes to agree")
+    return c.edges.term.ask(question)
+
+
+def _targets(wire_: Wire, c: Any, facts: Facts) -> list:
+    "[(path, format, content)]"
+    env = c.edges.proc.environment()
+    return [(c.edges.disk.absolute((env.get(variable) if variable else "") or folder)
+             + "/" + name, form, over)
+            for variable, folder, name, form, over in wire_.files(facts)]
+
+
+def _wire_named(name: str) -> Wire:
+    agent = find_name(name)
+    if agent.name not in WIRES:
+        raise UsageError(f"{agent.title} cannot be wired for good",
+                         f"`toki launch {agent.name}` does it for one run; these "
+                         "can be wired: " + ", ".join(WIRES))
+    return WIRES[agent.name]
+
+
+def wire(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bool:
+    """Point a client's own configuration here; False when that was declined.
+
+    Shows the difference first, asks unless `yes`, keeps the bytes from before.  Raises
+    UsageError for files that could not be given back as they were.
+    """
+    wire_, records = _wire_named(name), _records(c)
+    if wire_.name in records:
+        raise UsageError(f"{name} is wired already", f"toki unwire {name}")
+    facts = agent_facts(c, c.where.file("wired"), max_output)
+    made = []
+    for path, form, over in _targets(wire_, c, facts):
+        data = _bytes_of(path, c.edges)
+        old = _plain_text(data, path)
+        new = wired_text(form, old, over)
+        c.say(_difference(path, old, new, facts.token))
+        made.append((path, form, over, data, new))
+    if not _agree(c, yes, "write this?"):
+        return False
+    entries = []
+    for number, (path, form, over, data, new) in enumerate(made):
+        backup = c.where.file("wired", f"{wire_.name}-{number}.before")
+        c.edges.disk.write(backup, data or b"")
+        entries.append({"path": path, "form": form, "over": over, "backup": backup,
+                        "existed": data is not None,
+                        "written": hashlib.sha256(new.encode()).hexdigest()})
+    _remember(c, dict(records, **{wire_.name: entries}))
+    for path, _, _, _, new in made:
+        c.edges.disk.write(path, new.encode())
+    c.say(f"{name} uses {facts.model} with {fmt_n(facts.ctx)} tokens from now on; "
+          f"`toki unwire {name}` takes it back")
+    return True
+
+
+def _given_back(entry: dict, edges: Edges) -> Optional[bytes]:
+    "The bytes a file should have without toki; None: it should not be there."
+    data = _bytes_of(entry["path"], edges)
+    before = _bytes_of(entry["backup"], edges) or b""
+    if data is None or hashlib.sha256(data).hexdigest() == entry["written"]:
+        return before if entry["existed"] else None
+    return unwired_text(entry["form"], _plain_text(data, entry["path"]), entry["over"],
+                        _plain_text(before, entry["backup"])).encode()
+
+
+def unwire(name: str, c: Any, yes: bool = False) -> bool:
+    "Take a wiring back; False when declined.  UsageError when there is none."
+    word, records = find_name(name).name, _records(c)
+    if word not in records:
+        raise UsageError(f"{name} is not wired", "wired: "
+                         + (", ".join(records) or "nothing"))
+    token = local_token(c.edges, c.where, create=False)
+    plan = [(e, _given_back(e, c.edges)) for e in records[word]]
+    for entry, data in plan:
+        now = _plain_text(_bytes_of(entry["path"], c.edges), entry["path"])
+        c.say(_difference(entry["path"], now, (data or b"").decode(), token))
+    if not _agree(c, yes, "write this?"):
+        return False
+    for entry, data in plan:
+        if data is None:
+            c.edges.disk.remove(entry["path"])
+        else:
+            c.edges.disk.write(entry["path"], data)
+    _remember(c, {k: v for k, v in records.items() if k != word})
+    for entry, _ in plan:
+        c.edges.disk.remove(entry["backup"])
+    return True
+
+
+def rewire_all(c: Any) -> list:
+    """Let every wired client follow the model that is served now; one line for each.
+
+    Asked of the daemon, so call it when the new model is up.  Trouble with one client
+    is a line, never an error.
+    """
+    records, lines = _records(c), []
+    facts = agent_facts(c, c.where.file("wired")) if records else None
+    for name, entries in records.items():
+        try:
+            targets = {path: over for path, _, over in
+                       _targets(WIRES[name], c, facts)}
+            for entry in entries:
+                over = targets[entry["path"]]
+                base = _given_back(entry, c.edges)
+                new = wired_text(entry["form"], _plain_text(base, entry["path"]), over)
+                c.edges.disk.write(entry["path"], new.encode())
+                entry.update(over=over, existed=base is not None,
+                             written=hashlib.sha256(new.encode()).hexdigest())
+                c.edges.disk.write(entry["backup"], base or b"")
+            lines.append(f"{name} follows: {facts.model}, {fmt_n(facts.ctx)} tokens")
+        except (TokiError, OSError, KeyError) as error:
+            lines.append(f"{name} stays as it was: {error}")
+    if records:
+        _remember(c, records)
+    return lines
 
 
 # ============================================================================
@@ -13647,6 +13966,21 @@ def cmd_launch(c: Context) -> int:
     """Start a coding agent pinned to the active model; its own arguments after --."""
     return launch(find_name(c.ns.agent), c, c.ns.rest, show=c.ns.show,
                   as_json=c.ns.json, max_output=c.ns.max_output)
+
+
+@_command(_arg("name", help="one of " + ", ".join(WIRES)),
+          _arg("--yes", action="store_true", help="write without asking"),
+          settings=_RUN_SETTINGS)
+def cmd_wire(c: Context) -> int:
+    """Point a client's own configuration here, shown first, until unwire."""
+    return 0 if wire(c.ns.name, c, c.ns.yes) else 1
+
+
+@_command(_arg("name", help="what `wire` was given"),
+          _arg("--yes", action="store_true", help="write without asking"))
+def cmd_unwire(c: Context) -> int:
+    """Give a wired client its own configuration back."""
+    return 0 if unwire(c.ns.name, c, c.ns.yes) else 1
 
 
 @_command(_JSON)
