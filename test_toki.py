@@ -10437,6 +10437,203 @@ class Seam(Case):
         self.assertIn("retry-after", headers)
 
 
+class AgentShapes(Case):
+    """What sixteen agents' requests look like, recorded and told anew in fewer words.
+
+    Each row: path, headers, the ask without its messages, the first messages, the form
+    in which the agent repeats our reply, and its next messages.  Structure, names of
+    fields, roles and their order are as seen; every text is ours.
+    """
+    REMIND = "<reminder>\n" + say(901, 40) + "\n</reminder>"
+    STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+    @staticmethod
+    def tool(name, **more):
+        return {"type": "function", "function": {
+            "name": name, "description": say(len(name), 30), "parameters": {
+                "$schema": "http://json-schema.org/draft-07/schema#", "type": "object",
+                "properties": {"path": {"type": "string", "description": "which file"},
+                               "limit": {"type": "integer", "minimum": 1}},
+                "required": ["path"], "additionalProperties": False}, **more}}
+
+    def chat(self, system, *users, **more):
+        tools = [self.tool(n) for n in ("read", "write", "run")]
+        return ("/v1/chat/completions", more.pop("headers", {}),
+                {**self.STREAM, "max_tokens": 64, "tools": tools, **more},
+                [{"role": "system", "content": system},
+                 *({"role": "user", "content": u} for u in users)])
+
+    @staticmethod
+    def texts(*words):
+        return [{"type": "text", "text": w} for w in words]
+
+    def rows(self):
+        head, remind, hi, more = say(900, 300), self.REMIND, "say hi", "and again"
+        said = lambda t: {"role": "assistant", "content": t}
+        cut = lambda t: said(t[:300])    # what was asked for fills the whole context
+        user = lambda c: {"role": "user", "content": c}
+        stamp = "<now>2026-12-01T01:17:{}.220+00:00</now>\n\n"
+        call_tool = {"name": "Agent", "description": say(902, 30), "input_schema": {
+            "$schema": "http://json-schema.org/draft-07/schema#", "type": "object",
+            "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]}}
+        claude = {
+            "system": self.texts("You are a helper at a desk.", head),
+            "tools": [call_tool], "max_tokens": 64, "stream": True,
+            "metadata": {"user_id": json.dumps({"device": "d", "session": "s"})},
+            "thinking": {"type": "adaptive", "display": "omitted"},
+            "output_config": {"effort": "high"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015",
+                                              "keep": "all"}]}}
+        claude_headers = {"anthropic-version": "2023-06-01", "x-app": "cli",
+                          "anthropic-beta": "a-2026-01-01,b-2026-02-02",
+                          "X-Claude-Code-Session-Id": "s-1",
+                          "X-Stainless-Timeout": "1800"}
+        yield ("claude", "/anthropic/v1/messages?beta=true", claude_headers, claude,
+               [user(self.texts(remind, remind + "x", hi)),
+                {"role": "system", "content": self.texts(head)}],
+               lambda t: {"role": "assistant", "content": self.texts(t)},
+               [user(self.texts(more))])
+
+        def item(role, *words, kind="input_text"):
+            return {"type": "message", "id": f"msg_{len(words[0])}", "role": role,
+                    "content": [{"type": kind, "text": w} for w in words]}
+        exec_tool = {"type": "function", "name": "exec_command", "strict": False,
+                     "description": say(903, 20), "parameters": {
+                         "type": "object", "properties": {"cmd": {"type": "string"}},
+                         "required": ["cmd"], "additionalProperties": False}}
+        codex = {"stream": True, "tools": [exec_tool], "tool_choice": "auto",
+                 "parallel_tool_calls": True, "reasoning": {"summary": "auto"},
+                 "store": False, "include": ["reasoning.encrypted_content"],
+                 "prompt_cache_key": "01a22f20",
+                 "client_metadata": {"turn_id": "1", "thread_id": "t"}}
+        yield ("codex", "/v1/responses",
+               {"session-id": "01a22f20", "originator": "codex_exec",
+                "x-client-request-id": "r1"}, codex,
+               [item("developer", head), item("developer", remind, remind),
+                item("user", "<where>\n a folder\n</where>"), item("user", hi)],
+               lambda t: item("assistant", t, kind="output_text"),
+               [item("user", more)])
+        key = {"x-session-id": "ses_1", "x-session-affinity": "ses_1"}
+        reasoned = lambda t: dict(said(t), reasoning_content="")
+        yield ("opencode", *self.chat(head, '"say hi"', headers=key, tool_choice="auto"),
+               reasoned, [user('"and again"')])
+        yield ("kilo", *self.chat(head, self.texts('"say hi"', remind),
+                                  headers=dict(key, **{"x-title": "Kilo"}),
+                                  tool_choice="auto"),
+               reasoned, [user(self.texts('"and again"', remind + "2"))])
+        yield ("mimo", *self.chat(head, hi, headers=key, tool_choice="auto"),
+               reasoned, [user(more)])
+        yield ("qwen", *self.chat(head, self.texts(remind, remind + "a", hi)), said,
+               [user(self.texts(remind + "b", more))])
+        yield ("pi", *self.chat(head, self.texts(hi), chat_template_kwargs={
+            "enable_thinking": True, "preserve_thinking": True}), said,
+            [user(self.texts(more))])
+        yield ("omp", *self.chat(head, self.texts(remind, hi), chat_template_kwargs={
+            "enable_thinking": True}), said, [user(self.texts(more))])
+        yield ("cline", *self.chat(head, hi, tool_choice="auto", max_tokens=32000), cut,
+               [user(more)])
+        yield ("copilot", *self.chat(
+            head, stamp.format(18) + hi, temperature=0, top_p=0.95, frequency_penalty=0,
+            presence_penalty=0, headers={"x-initiator": "user",
+                                         "x-stainless-timeout": "600"}),
+            lambda t: {"content": t, "role": "assistant", "refusal": None},
+            [user(stamp.format(40) + more)])
+        yield ("kimi", *self.chat(head, hi, remind, remind + "k",
+                                  prompt_cache_key="session_1"), said,
+               [user(more), user(remind + "k")])
+        yield ("grok", *self.chat(head, remind, remind + "g", f"<ask>\n{hi}\n</ask>",
+                                  headers={"x-grok-session-id": "g1"}, max_tokens=8192),
+               lambda t: dict(said(t), model_id="m"), [user(f"<ask>\n{more}\n</ask>")])
+        yield ("droid", *self.chat(head, self.texts(remind, head), hi, temperature=1),
+               said, [user(self.texts(remind + "d", more))])
+        yield ("hermes", *self.chat(head, hi, max_tokens=65536, headers={
+            "Authorization": "Bearer no-key-required"}), cut, [user(more)])
+        yield ("openclaw", *self.chat(head, stamp.format(1) + hi, store=False,
+                                      max_completion_tokens=64), said,
+               [user(stamp.format(2) + more)])
+        yield ("dsh", *self.chat(head, hi, remind), said, [user(more), user(remind)])
+
+    @staticmethod
+    def told(payload):
+        "(text, cache object, last event's name or [DONE]) of a stream in any dialect."
+        text, cache, last = "", None, ""
+        for block in payload.decode().strip().split("\n\n"):
+            data = block.rpartition("data: ")[2]
+            last = data if data == "[DONE]" else ""
+            if last:
+                continue
+            event = json.loads(data)
+            last = event.get("type", "")
+            for choice in event.get("choices") or []:
+                text += (choice.get("delta") or {}).get("content") or ""
+            delta = event.get("delta")
+            if isinstance(delta, str) and last == "response.output_text.delta":
+                text += delta
+            elif isinstance(delta, dict) and delta.get("type") == "text_delta":
+                text += delta["text"]
+            cache = event.get("cache") or (event.get("response") or {}).get("cache") \
+                or cache
+        return text, cache, last
+
+    def test_every_shape_is_served_and_its_second_turn_is_new_text_only(self):
+        ends = {"claude": "message_stop", "codex": "response.completed"}
+        seen = set()
+        for name, path, headers, ask, first, echo, then in self.rows():
+            with self.subTest(name):
+                seen.add(name)
+                c = Client(self.daemon(self.fake(n_ctx=4096)))
+                if name == "claude":
+                    headers = dict(headers, Authorization="Bearer " + c.token)
+                where = "input" if name == "codex" else "messages"
+
+                def turn(messages):
+                    code, _, payload = c.http("POST", path, dict(
+                        ask, model="tiny", **{where: messages}), headers)
+                    self.assertEqual(code, 200, payload[:300])
+                    text, cache, last = self.told(payload)
+                    self.assertEqual(last, ends.get(name, "[DONE]"))
+                    self.assertTrue(text)
+                    return text, cache
+                text, one = turn(first)
+                if name == "claude":     # the system message comes back as plain text
+                    first = [first[0], dict(first[1], content=first[1]["content"][0][
+                        "text"])]
+                _, two = turn([*first, echo(text), *then])
+                new = two["prompt_tokens"] - one["prompt_tokens"]
+                self.assertLessEqual(two["computed_tokens"], new + 64, two)
+                self.assertGreater(two["reused_tokens"], one["prompt_tokens"] - 64, two)
+        self.assertEqual(seen, {a.name for a in toki.AGENTS})
+
+    def test_side_requests_and_probes(self):
+        d = self.daemon(self.fake())
+        c = Client(d)
+        path, _, ask, first = self.chat(say(1, 20), "say hi", max_tokens=100, tools=[
+            self.tool("session_title")], temperature=1.0, tool_choice={
+                "type": "function", "function": {"name": "session_title"}})
+        code, _, payload = c.http("POST", path, dict(ask, model="grok-4.6",
+                                                     messages=first))
+        self.assertEqual(code, 200, payload[:300])
+        for method, path, want in (
+                ("HEAD", "/anthropic/api/hello", 200), ("GET", "/v1/models", 200),
+                ("GET", "/v1/models/anything", 200), ("GET", "/", 404),
+                ("GET", "/api/v1/models", 404), ("GET", "/api/tags", 404),
+                ("POST", "/api/show", 404), ("GET", "/v1/props", 404),
+                ("GET", "/props", 404), ("GET", "/version", 404)):
+            code, h, payload = c.http(method, path)
+            self.assertEqual(code, want, path)
+            if want == 404:
+                self.assertIn("error", json.loads(payload))
+
+    def test_a_foreign_key_alone_is_refused_with_the_hint(self):
+        "An exported vendor key must not open the Anthropic route."
+        c = Client(self.daemon(self.fake()))
+        e = c.json("POST", "/anthropic/v1/messages?beta=true", {
+            "model": "m", "max_tokens": 8, "messages": [{"role": "user",
+                                                         "content": "x"}]},
+            401, headers={"x-api-key": "sk-ant-foreign"})
+        self.assertIn("token", e["error"]["message"])
+
+
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
     "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
@@ -10451,7 +10648,7 @@ ROOMS = {
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
     "GATEWAY": (GatewayRoom, ResponsesRoute), "INSTALL": (Install,), "STACK": (Stack,),
-    "AGENTS": (AgentsRoom,), "LAUNCH": (LaunchRoom,),
+    "AGENTS": (AgentsRoom, AgentShapes), "LAUNCH": (LaunchRoom,),
     "WIRED": (WiredRoom,), "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealAlone)}

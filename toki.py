@@ -5725,7 +5725,7 @@ class Agent(NamedTuple):
     """One row of the launcher.
 
     `needs`: what its own head takes of a context, in tokens (request sizes seen, at ~4
-    bytes a token); `folders`: where its installer puts it when PATH does not name it;
+    bytes a token; Kimi Code compacts when fewer than 50,000 are left); `folders`: where its installer puts it when PATH does not name it;
     `managed`: arguments that would undo the wiring; `build(facts, extra)`.
     """
     name: str
@@ -6112,7 +6112,7 @@ AGENTS = (
     Agent("copilot", "GitHub Copilot CLI", "copilot", "npm i -g @github/copilot",
           "chat", 8_000, _copilot, ("~/.local/bin",), ("--model",)),
     Agent("kimi", "Kimi Code", "kimi", "npm i -g @moonshot-ai/kimi-code", "chat",
-          22_000, _kimi, ("~/.local/bin",), _M),
+          72_000, _kimi, ("~/.local/bin",), _M),
     Agent("grok", "Grok Build", "grok", "npm i -g @xai-official/grok", "chat", 15_000,
           _grok, ("~/.grok/bin",), _M),
     Agent("hermes", "Hermes", "hermes", "pip install hermes-agent", "chat", 15_000,
@@ -12749,8 +12749,8 @@ def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = Fals
     facts = agent_facts(c, folder, max_output)
     made = wiring(agent, facts, extra)
     if facts.ctx < agent.needs + 4096:
-        c.edges.term.err(f"toki: {agent.title} fills ~{fmt_n(agent.needs)} tokens by "
-                         f"itself and a slot holds {fmt_n(facts.ctx)}; more with "
+        c.edges.term.err(f"toki: {agent.title} wants ~{fmt_n(agent.needs)} tokens for "
+                         f"itself, a slot holds {fmt_n(facts.ctx)}; more with "
                          "`toki up --ctx` (and fewer --slots)")
     try:
         c.edges.disk.folder(folder)
