@@ -10543,7 +10543,7 @@ class AgentShapes(Case):
                [user(more), user(remind + "k")])
         yield ("grok", *self.chat(head, remind, remind + "g", f"<ask>\n{hi}\n</ask>",
                                   headers={"x-grok-session-id": "g1"}, max_tokens=8192),
-               lambda t: dict(said(t), model_id="m"), [user(f"<ask>\n{more}\n</ask>")])
+               lambda t: dict(cut(t), model_id="m"), [user(f"<ask>\n{more}\n</ask>")])
         yield ("droid", *self.chat(head, self.texts(remind, head), hi, temperature=1),
                said, [user(self.texts(remind + "d", more))])
         yield ("hermes", *self.chat(head, hi, max_tokens=65536, headers={

@@ -5725,8 +5725,9 @@ class Agent(NamedTuple):
     """One row of the launcher.
 
     `needs`: what its own head takes of a context, in tokens (request sizes seen, at ~4
-    bytes a token; Kimi Code compacts when fewer than 50,000 are left); `folders`: where its installer puts it when PATH does not name it;
-    `managed`: arguments that would undo the wiring; `build(facts, extra)`.
+    bytes a token; Kimi Code compacts when fewer than 50,000 are left); `folders`:
+    where its installer puts it when PATH does not name it; `managed`: arguments
+    that would undo the wiring; `build(facts, extra)` makes a Wiring.
     """
     name: str
     title: str
