@@ -4567,6 +4567,18 @@ class GatewayRoom(Case):
             self.assertIn("cache", events[-1])
             self.assertEqual(events[-1 - asked]["choices"][0]["finish_reason"], "length")
 
+    def test_the_client_is_first_to_leave(self):
+        "A launched Claude Code says X-Stainless-Timeout: its API_TIMEOUT_MS in seconds."
+        own = toki.load_config({}, {})
+        set_ = toki.load_config({"backend_timeout": "5"}, {})
+        for config, told, want in (
+                (own, {}, 1800), (own, {"x-stainless-timeout": "1800"}, 1860),
+                (own, {"x-stainless-timeout": "600"}, 1800),
+                (own, {"x-stainless-read-timeout": "7200.0"}, 7260),
+                (own, {"x-stainless-timeout": "soon"}, 1800),
+                (set_, {"x-stainless-timeout": "1800"}, 5)):
+            self.assertEqual(toki.patience_s(config, told), want, told)
+
     def test_progress_only_for_those_who_ask(self):
         c = Client(self.daemon(self.fake()))
         self.assertFalse([e for e in c.stream("a b c") if "prompt_progress" in e])

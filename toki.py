@@ -10923,6 +10923,20 @@ def dialect_of(path: str) -> Optional[Dialect]:
     return ANTHROPIC if own or plain.startswith("/v1/messages") else None
 
 
+def patience_s(config: Config, headers: Any) -> float:
+    """Seconds without progress after which an engine is given up: the setting, and a
+    minute more than the client says it waits, so that the client is first to leave;
+    a value that the user gave counts alone.  The SDKs of Anthropic and OpenAI tell
+    their own limit in these headers, in seconds.
+    """
+    if config.origin["backend_timeout"] != "default":
+        return config.backend_timeout
+    told = [headers.get(name, "") for name in
+            ("x-stainless-timeout", "x-stainless-read-timeout")]
+    waits = [float(t) for t in told if re.fullmatch(r"[0-9]{1,7}(\.[0-9]*)?", t)]
+    return max([config.backend_timeout, *(w + 60 for w in waits)])
+
+
 def prometheus(state: dict) -> str:
     "The counters of the state document in Prometheus' text format."
     lines = []
@@ -11556,18 +11570,16 @@ class Gateway:
     def _relay(self, up: Upstream, lease: Lease, reply: Any) -> None:
         "Pass the engine's bytes on until its reply is complete."
         clock, x = self.edges.clock, reply.x
-        quiet_since = clock.now()
+        quiet_since, patience = clock.now(), patience_s(self.config, x.headers)
         while True:
             ready = up.wait(x.watched(), 1.0)
             if x.sock in ready and x.gone():
                 raise ClientGone()
             if up not in ready:
                 reply.heartbeat()
-                if clock.now() - quiet_since > self.config.backend_timeout:
-                    raise EngineGone(
-                        f"the engine showed no progress for "
-                        f"{self.config.backend_timeout:.0f} s", "see `toki logs`",
-                        status=504)
+                if clock.now() - quiet_since > patience:
+                    raise EngineGone(f"the engine showed no progress for {patience:.0f}"
+                                     " s", "see `toki logs`", status=504)
                 continue
             quiet_since = clock.now()
             if not up.status:
