@@ -5321,7 +5321,7 @@ class LaunchRoom(LaunchCase):
         self.assertEqual(mode("settings.json"), 0o600)
         self.assertEqual(mode("folder"), 0o700)
         self.assertFalse(os.path.exists(argv[argv.index("--settings") + 1]))
-        self.assertEqual(os.listdir(d.where.file("launch")), [])
+        self.assertEqual(os.listdir(d.where.file("launch")), ["claude-0.lock"])
 
     def test_no_proxy_stands_between(self):
         d = self.daemon(self.fake())
@@ -5330,13 +5330,27 @@ class LaunchRoom(LaunchCase):
             d, {"NO_PROXY": "example.org", "HTTP_PROXY": "http://proxy:1"}), [])
         self.assertIn("NO_PROXY=example.org,127.0.0.1,localhost\n", self.read("env"))
 
-    def test_the_files_of_a_killed_launch_are_swept(self):
+    def test_the_folder_has_one_name_and_a_second_launch_another(self):
+        "OpenClaw tells its model where its configuration lies: in the system prompt."
         d = self.daemon(self.fake())
         self.install("claude")
-        old = d.where.file("launch", "4194300-abc")
-        os.makedirs(old)
+        used = []
+        for _ in range(2):
+            toki.launch(toki.find_name("claude"), self.context(d), [])
+            used.append([a for a in self.read("argv").split("\n")
+                         if "settings.json" in a])
+        self.assertEqual(used[0], used[1])
+        left = d.where.file("launch", "claude-0")        # as after a kill
+        os.makedirs(left)
+        with open(os.path.join(left, "old"), "w"):
+            pass
+        busy = toki.REAL.disk.lock(left + ".lock")
         toki.launch(toki.find_name("claude"), self.context(d), [])
-        self.assertFalse(os.path.exists(old))
+        self.assertIn("claude-1", self.read("argv"))
+        self.assertTrue(os.path.exists(left))
+        busy.close()
+        toki.launch(toki.find_name("claude"), self.context(d), [])
+        self.assertFalse(os.path.exists(left))
 
     def test_print_shows_everything_but_the_token(self):
         d = self.daemon(self.fake(model="real-name"))

@@ -12720,12 +12720,27 @@ def _child_environment(made: Wiring, edges: Edges, host: str) -> dict:
     return env
 
 
-def _sweep(c: Any) -> None:
-    "Folders of launches that were killed."
-    for name in c.edges.disk.listing(c.where.file("launch")):
-        pid = name.split("-")[0]
-        if pid.isdigit() and not c.edges.proc.birth(int(pid)):
-            c.edges.disk.remove(c.where.file("launch", name))
+@contextlib.contextmanager
+def _private_folder(agent: Agent, c: Any) -> Any:
+    """An owner-only folder for one launch, gone at its end.
+
+    Its name is the same from launch to launch (a second one at the same time gets the
+    next): OpenClaw writes beside its configuration and tells the model where, and a
+    name made up anew would change the head of every session.
+    """
+    held = None
+    for number in range(1000):
+        folder = c.where.file("launch", f"{agent.name}-{number}")
+        held = c.edges.disk.lock(folder + ".lock")
+        if held is not None:
+            break
+    try:
+        c.edges.disk.remove(folder)      # what a killed launch left
+        yield c.edges.disk.folder(folder)
+    finally:
+        c.edges.disk.remove(folder)
+        if held is not None:
+            held.close()
 
 
 def _ensure_daemon(c: Any) -> None:
@@ -12757,24 +12772,20 @@ def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = Fals
         raise TokiError(f"{agent.title} is not installed here: no `{agent.binary}` on "
                         "PATH", agent.install)
     _ensure_daemon(c)
-    _sweep(c)
-    folder = c.where.file("launch", f"{c.edges.proc.me()}-{secrets.token_hex(6)}")
-    facts = agent_facts(c, folder, max_output)
-    made = wiring(agent, facts, extra)
-    if facts.ctx < agent.needs + 4096:
-        c.edges.term.err(f"toki: {agent.title} wants ~{fmt_n(agent.needs)} tokens for "
-                         f"itself, a slot holds {fmt_n(facts.ctx)}; more with "
-                         "`toki up --ctx` (and fewer --slots)")
-    try:
-        c.edges.disk.folder(folder)
+    with _private_folder(agent, c) as folder:
+        facts = agent_facts(c, folder, max_output)
+        made = wiring(agent, facts, extra)
+        if facts.ctx < agent.needs + 4096:
+            c.edges.term.err(
+                f"toki: {agent.title} wants ~{fmt_n(agent.needs)} tokens for itself, a "
+                f"slot holds {fmt_n(facts.ctx)}; more with `toki up --ctx` (and fewer "
+                "--slots)")
         for name, text in made.files.items():
             c.edges.disk.write(facts.file(name), text.encode())
         host = urllib.parse.urlsplit(facts.url).hostname or ""
         return c.edges.proc.attached(
             [*agent_command(path, c.edges), *made.argv[1:]],
             _child_environment(made, c.edges, host))
-    finally:
-        c.edges.disk.remove(folder)
 
 
 def _show(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
