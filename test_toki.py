@@ -5151,8 +5151,9 @@ class AgentsRoom(Case):
         self.assertEqual(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], "65536")
         self.assertEqual(env["ANTHROPIC_DEFAULT_HAIKU_MODEL"], "m1")
         self.assertEqual(self.made("claude", "-p", "x").argv,
-                         ["claude", "--settings", "/private/settings.json", "--model",
-                          "m1", "-p", "x"])
+                         ["claude", "--exclude-dynamic-system-prompt-sections",
+                          "--settings", "/private/settings.json", "--model", "m1",
+                          "-p", "x"])
 
     def test_claude_timeouts(self):
         names = ("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS")

@@ -5822,6 +5822,8 @@ def _claude(f: Facts, extra: Sequence[str]) -> Wiring:
     argv = ["claude"]
     if f.bare:
         argv.append("--bare")
+    else:                                # folder and user say their word in the first
+        argv.append("--exclude-dynamic-system-prompt-sections")  # message, not the head
     if f.mcp == "none":
         files["mcp.json"] = _pretty({"mcpServers": {}})
         argv += ["--strict-mcp-config", "--mcp-config", f.file("mcp.json")]
