@@ -12834,8 +12834,11 @@ def _wire_claude(f: Facts) -> list:
 
 def _wire_codex(f: Facts) -> list:
     root, provider = codex_model_tables(f)
+    catalog = json.loads(wiring(find_name("codex"), f).files["catalog.json"])
+    root["model_catalog_json"] = f.file("codex-catalog.json")
     return [("CODEX_HOME", "~/.codex", "config.toml", "toml",
-             {"": root, "model_providers.toki": provider})]
+             {"": root, "model_providers.toki": provider}),
+            ("", f.folder, "codex-catalog.json", "json", catalog)]
 
 
 def _wire_opencode(f: Facts) -> list:
