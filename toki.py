@@ -6764,7 +6764,7 @@ def _claude(f: Facts, extra: Sequence[str]) -> Wiring:
         argv += ["--strict-mcp-config", "--mcp-config", f.file("mcp.json")]
     if f.effort:
         argv += ["--effort", f.effort]
-    if f.ctx < _CLAUDE_ROOM and not f.bare and \
+    if 0 < f.ctx < _CLAUDE_ROOM and not f.bare and \
             not any(word.startswith("--tools") for word in rest):
         argv += ["--tools", _CLAUDE_TOOLS]
     argv += ["--settings", f.file("settings.json"), "--model", f.model]
