@@ -44,6 +44,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import tracemalloc
 import unittest
 import unittest.mock
 import zipfile
@@ -2474,9 +2475,55 @@ class Decide(Case):
 # ============================================================================
 # GGUF
 # ============================================================================
+def gguf(pairs, tensors=(), version=3, order="<", data=None):
+    """A GGUF file: {key: value or (type, value)}, [(name, dims, type, bytes)].
+
+    ints are u32, texts strings, bools bool, lists arrays of i32."""
+    def text(s):
+        raw = s if isinstance(s, bytes) else s.encode()
+        return struct.pack(order + "Q", len(raw)) + raw
+
+    def value(v):
+        if isinstance(v, bool):
+            return struct.pack(order + "IB", 7, v)
+        if isinstance(v, int):
+            return struct.pack(order + "II", 4, v)
+        if isinstance(v, str):
+            return struct.pack(order + "I", 8) + text(v)
+        return struct.pack(order + f"IIQ{len(v)}i", 9, 5, len(v), *v)
+    out = b"GGUF" + struct.pack(order + "IQQ", version, len(tensors), len(pairs))
+    for key, v in pairs.items():
+        out += text(key) + value(v)
+    end = 0
+    for name, dims, kind, size in tensors:
+        out += text(name) + struct.pack(order + f"I{len(dims)}QIQ", len(dims), *dims,
+                                        kind, end)
+        end += -(-size // 32) * 32
+    out += bytes(-len(out) % 32)
+    return out + (bytes(end) if data is None else data)
+
+
+def header_facts(arch, name="m.gguf", tensors=(), part=None, **keys):
+    "Facts of a header; `a__b` is the key a.b of the architecture."
+    pairs = {"general.architecture": arch}
+    for key, v in keys.items():
+        pairs[f"{arch}." + key.replace("__", ".")] = v
+    data = gguf(pairs, tensors)
+    return toki.read_facts(io.BytesIO(data), len(data), name, part)
+
+
 class Gguf(Case):
     def facts(self, path):
         return toki.model_facts(toki.REAL, path)
+
+    SAME = {"architecture": "architecture", "n_layer": "layers", "n_embd": "n_embd",
+            "n_ctx_train": "n_ctx_train", "n_vocab": "n_vocab", "tensors": "tensors",
+            "params": "params", "weight_bytes": "weight_bytes", "file_bytes": "size",
+            "kv_layers_full": "layers_full", "kv_layers_windowed": "layers_windowed",
+            "window": "window", "kv_bytes_per_token_full_f16": "kv_bytes",
+            "kv_bytes_per_token_windowed_f16": "windowed_bytes",
+            "recurrent_layers": "layers_recurrent",
+            "recurrent_bytes_per_slot": "state_bytes"}
 
     def test_tiny_models(self):
         if not os.path.isdir(SHARED):
@@ -2484,36 +2531,206 @@ class Gguf(Case):
         with open(os.path.join(SHARED, "facts.json"), encoding="utf-8") as f:
             known = json.load(f)
         kinds = {"swa": "window", "hybrid": "append-only", "recurrent": "append-only"}
-        for file in sorted(os.listdir(SHARED)):
-            if not file.endswith(".gguf") or "00002-of" in file:
-                continue
-            with self.subTest(file):
-                got = self.facts(os.path.join(SHARED, file))
-                want = next((v for k, v in kinds.items() if k in file), "rewindable")
-                self.assertEqual(got.kind, want)
-                text = json.dumps(known)
-                self.assertIn(str(got.n_ctx_train), text)
-        self.assertEqual(self.facts(tiny("llama-dense")).kv_bytes, 1024)
-        self.assertEqual(self.facts(tiny("deepseek2")).kv_bytes, 640)
-        self.assertEqual(self.facts(tiny("gemma3")).kv_bytes, 128)
-        self.assertEqual(self.facts(tiny("deci")).kv_bytes, 448)
+        for name, want in known.items():
+            with self.subTest(name):
+                got = self.facts(os.path.join(SHARED, want["files"][0]))
+                self.assertEqual({k: getattr(got, v) for k, v in self.SAME.items()},
+                                 {k: want[k] for k in self.SAME})
+                self.assertEqual(got.kind, next(
+                    (v for k, v in kinds.items() if k in name), "rewindable"))
+                self.assertEqual(got.quant.lower(), want["weight_type"])
+                self.assertEqual((got.notes, got.template), ((), True))
+                self.assertEqual(len(got.parts), len(want["files"])
+                                 if len(want["files"]) > 1 else 0)
+
+    def test_published_sizes(self):
+        "KV bytes a token and state of models whose sizes are known."
+        for name, facts, kv, windowed, state in (
+                ("Llama 3.1 8B", header_facts(
+                    "llama", block_count=32, embedding_length=4096,
+                    attention__head_count=32, attention__head_count_kv=8), 131072, 0, 0),
+                ("DeepSeek V3", header_facts(
+                    "deepseek2", block_count=62, nextn_predict_layers=1,
+                    embedding_length=7168, attention__head_count=128,
+                    attention__head_count_kv=1, attention__key_length=576,
+                    attention__value_length=512, attention__key_length_mla=192,
+                    attention__value_length_mla=128), 61 * 576 * 2, 0, 0),
+                ("Qwen3 Next 80B", header_facts(
+                    "qwen3next", block_count=48, embedding_length=2048,
+                    attention__head_count=16, attention__head_count_kv=2,
+                    attention__key_length=256, attention__value_length=256,
+                    ssm__conv_kernel=4, ssm__inner_size=4096, ssm__state_size=128,
+                    ssm__group_count=16), 24576, 0, 36 * (24576 + 524288) * 4),
+                ("Gemma 3n", header_facts(
+                    "gemma3n", block_count=30, embedding_length=2048,
+                    attention__head_count=8, attention__head_count_kv=2,
+                    attention__key_length=256, attention__value_length=256,
+                    attention__sliding_window=512), 4 * 2048, 16 * 2048, 0),
+                ("Kimi Linear", header_facts(
+                    "kimi-linear", block_count=4, embedding_length=2304,
+                    attention__head_count=32, attention__head_count_kv=[0, 0, 0, 1],
+                    attention__key_length=576, attention__value_length=512,
+                    attention__key_length_mla=192, attention__value_length_mla=128,
+                    ssm__conv_kernel=4, kda__head_dim=128), 1152, 0,
+                 3 * 4 * (9 * 4096 + 128 * 4096))):
+            with self.subTest(name):
+                self.assertEqual((facts.kv_bytes, facts.windowed_bytes,
+                                  facts.state_bytes, facts.notes),
+                                 (kv, windowed, state, ()))
+
+    def test_windows_as_the_engine_reads_them(self):
+        base = dict(block_count=12, embedding_length=64, attention__head_count=2)
+        for arch, keys, want in (
+                ("gemma2", {}, (4096, 6)), ("gemma3", {"sliding_window": 512}, (512, 10)),
+                ("gpt-oss", {"sliding_window": 128}, (128, 6)),
+                ("cohere2moe", {"sliding_window": 128}, (128, 9)),
+                ("phi3", {"sliding_window": 2047}, (0, 0)),      # switched off there
+                ("llama", {"sliding_window": 4096}, (0, 0)),     # not read there
+                ("llama4", {"sliding_window": 0}, (0, 0)), ("llama4", {}, (8192, 9)),
+                ("gemma3", {"sliding_window": 512, "sliding_window_pattern": 2},
+                 (512, 6)),
+                ("newarch", {"sliding_window": 64, "sliding_window_pattern":
+                             [1, 1, 0] * 4}, (64, 8))):
+            with self.subTest(f"{arch} {keys}"):
+                facts = header_facts(arch, **base, **{
+                    f"attention__{k}": v for k, v in keys.items()})
+                self.assertEqual((facts.window, facts.layers_windowed), want)
+                self.assertEqual(facts.layers_full, 12 - want[1])
+                self.assertEqual(facts.kind, "window" if want[0] else "rewindable")
+
+    def test_what_is_left_out_is_guessed_high_and_marked(self):
+        "F-48: never 0, never the first entry for all."
+        base = dict(block_count=4, embedding_length=64)
+        whole = header_facts("llama", **base, attention__head_count=4,
+                             attention__head_count_kv=2)
+        for keys in ({}, {"attention__head_count": [4, 4]},
+                     {"attention__head_count": 4, "attention__head_count_kv": [0, 2]}):
+            facts = header_facts("llama", **base, **keys)
+            self.assertGreaterEqual(facts.kv_bytes, whole.kv_bytes // 2)
+            self.assertTrue(facts.notes, keys)
+            self.assertIn("guess", toki.facts_text(facts))
+        many = header_facts("llama", **dict(base, block_count=88),
+                            attention__head_count=4,
+                            attention__head_count_kv=[0, 0, 1, 0] * 22)
+        self.assertEqual((many.kv_bytes, many.notes), (22 * 2 * 16 * 2, ()))
+
+    def test_both_byte_orders_and_versions(self):
+        pairs = {"general.architecture": "llama", "llama.block_count": 2,
+                 "llama.embedding_length": 64, "llama.attention.head_count": 2}
+        tensors = [("token_embd.weight", [64, 3], 0, 768), ("out", [64], 1, 128)]
+        for order in "<>":
+            for version in (2, 3):
+                data = gguf(pairs, tensors, version, order)
+                facts = toki.read_facts(io.BytesIO(data), len(data), "m.gguf")
+                self.assertEqual((facts.kv_bytes, facts.weight_bytes, facts.params),
+                                 (2 * 2 * 64 * 2, 896, 256))
+
+    def test_names_of_quantizations(self):
+        self.table((("file", "x-Q4_K_M.gguf", "Q4_K_M"), ("lower", "x-q4_k_m", "Q4_K_M"),
+                    ("dot", "x.Q8_0.gguf", "Q8_0"), ("ud", "x-UD-IQ2_XXS.gguf",
+                                                     "UD-IQ2_XXS"),
+                    ("none", "best-of-breed.gguf", "unknown")),
+                   lambda n: header_facts("llama", n, block_count=1, embedding_length=8,
+                                          attention__head_count=1).quant)
+
+    def split(self, folder, change=None, parts=(0, 1, 2)):
+        pairs = {"general.architecture": "llama", "llama.block_count": 2,
+                 "llama.embedding_length": 64, "llama.attention.head_count": 2}
+        for no in parts:
+            head = {"split.no": no, "split.count": 3, "split.tensors.count": 3}
+            head = dict(pairs if no == 0 else {}, **head)
+            head.update((change or {}).get(no, {}))
+            path = os.path.join(folder, f"m-{no + 1:05d}-of-00003.gguf")
+            with open(path, "wb") as f:
+                f.write(gguf(head, [(f"t{no}", [64], 0, 256)]))
+        return os.path.join(folder, "m-00001-of-00003.gguf")
+
+    def test_split_models(self):
+        "F-50: all parts are summed; one that is missing or foreign is named."
+        whole = self.facts(self.split(self.folder()))
+        self.assertEqual((whole.weight_bytes, whole.tensors, len(whole.parts)),
+                         (768, 3, 3))
+        folder = self.folder()
+        path = self.split(folder)
+        self.assertEqual(whole.size, sum(os.path.getsize(os.path.join(folder, n))
+                                         for n in os.listdir(folder)))
+        for words, make in (
+                ("m-00002-of-00003.gguf", lambda f: self.split(f, parts=(0, 2))),
+                ("m-00003-of-00003.gguf is not part 3", lambda f: self.split(
+                    f, {2: {"split.no": 1}})),
+                ("tensors", lambda f: self.split(f, {0: {"split.tensors.count": 9}})),
+                ("does not", lambda f: shutil.copy(path, os.path.join(f, "m.gguf"))),
+                ("m-00001-of-00003.gguf", lambda f: self.split(f).replace(
+                    "00001-of", "00003-of"))):
+            with self.assertRaises(toki.BadModel) as caught:
+                self.facts(make(self.folder()))
+            self.assertIn(words, caught.exception.message + caught.exception.hint)
+        with open(path, "rb") as f:
+            alone = toki.read_facts(f, os.path.getsize(path), os.path.basename(path))
+        self.assertIn("2 of 3 parts", alone.notes[0])
+
+    def test_a_file_cut_short_is_refused_with_both_sizes(self):
+        data = gguf({"general.architecture": "llama", "llama.block_count": 1,
+                     "llama.embedding_length": 8, "llama.attention.head_count": 1},
+                    [("a", [64], 0, 256), ("b", [64], 0, 256)])
+        with self.assertRaises(toki.BadModel) as caught:
+            toki.read_facts(io.BytesIO(data[:-100]), len(data) - 100, "m")
+        for n in (len(data), len(data) - 100):
+            self.assertIn(f"{n:,}", caught.exception.message)
+        # a header read ahead of its file is as good
+        head = len(data) - 512
+        self.assertEqual(toki.read_facts(io.BytesIO(data[:head]), len(data), "m").params,
+                         128)
 
     def test_hostile_headers_are_refused_in_words(self):
         folder = os.path.join(SHARED, "hostile")
         if not os.path.isdir(folder):
             missing(f"{folder} is not there")
+        read = []
         for file in sorted(os.listdir(folder)):
-            path = os.path.join(folder, file)
             with self.subTest(file):
+                tracemalloc.start()
                 try:
-                    self.facts(path)
+                    self.assertTrue(self.facts(os.path.join(folder, file)).notes)
+                    read.append(file)
                 except toki.BadModel as error:
                     self.assertIn(file, error.message)
+                    self.assertTrue(error.hint)
+                    self.assertTrue(error.message.isprintable())
+                finally:
+                    peak = tracemalloc.get_traced_memory()[1]
+                    tracemalloc.stop()
+                self.assertLess(peak, 16 << 20)
+        self.assertEqual(read, ["head-count-zero.gguf"])
+
+    def test_claims_beyond_the_file_cost_nothing(self):
+        base = {"general.architecture": "llama", "llama.block_count": 1}
+        for tail in (struct.pack("<IIQ", 9, 8, 1 << 40), struct.pack("<IIQ", 9, 4, 1 << 62),
+                     struct.pack("<IQ", 8, 1 << 60), struct.pack("<IIQ", 9, 9, 3)):
+            head = gguf(base)[:24].replace(struct.pack("<Q", 2), struct.pack("<Q", 3))
+            data = gguf(base)[24:].rstrip(b"\0")
+            data = head + data + struct.pack("<Q", 1) + b"k" + tail
+            tracemalloc.start()
+            with self.assertRaises(toki.BadModel):
+                toki.read_facts(io.BytesIO(data), 1 << 36, "m")
+            self.assertLess(tracemalloc.get_traced_memory()[1], 1 << 20)
+            tracemalloc.stop()
+
+    def test_terminal_escapes_in_names_are_not_passed_on(self):
+        data = gguf({"general.architecture": "llama", "llama.block_count": 1,
+                     "llama.embedding_length": 8, "llama.attention.head_count": 1,
+                     "general.name": "\x1b[31mred\x07"})
+        self.assertTrue(toki.read_facts(io.BytesIO(data), len(data),
+                                        "m").name.isprintable())
+        with self.assertRaises(toki.BadModel) as caught:
+            header_facts("../../x", block_count=1)
+        self.assertIn("'../../x'", caught.exception.message)
 
     def test_what_a_wrong_file_is(self):
         for start, word in ((b"<!doctype html>" + b" " * 40, "web page"),
                             (b"version https://git-lfs.github.com/spec", "git-lfs"),
-                            (b"", "0 bytes"), (b"PK" + b"\0" * 60, "PK")):
+                            (b"", "0 bytes"), (b"PK" + b"\0" * 60, "PK"),
+                            (b"GGUF" + struct.pack("<I", 1) + bytes(40), "version 1")):
             path = os.path.join(self.folder(), "m.gguf")
             with open(path, "wb") as f:
                 f.write(start)
@@ -2522,18 +2739,233 @@ class Gguf(Case):
             self.assertIn(word, caught.exception.message)
 
     def test_mutated_headers_never_break_the_reader(self):
-        path = tiny("llama-dense")
-        with open(path, "rb") as f:
-            head = f.read(150_000)
-        rnd = random.Random(11)
-        for _ in range(400):
-            data = bytearray(head)
+        "Bytes changed, runs overwritten, cut out and put in: BadModel or facts."
+        seed = random.randrange(1 << 30)
+        rnd = random.Random(seed)
+        base = gguf({"general.architecture": "granitehybrid",
+                     "granitehybrid.block_count": 4, "general.alignment": 32,
+                     "granitehybrid.embedding_length": 64,
+                     "granitehybrid.attention.head_count": 4,
+                     "granitehybrid.attention.head_count_kv": [0, 2, 0, 2],
+                     "granitehybrid.attention.sliding_window": 128,
+                     "granitehybrid.ssm.conv_kernel": 4,
+                     "granitehybrid.ssm.inner_size": 64, "general.name": "n",
+                     "granitehybrid.ssm.state_size": 16, "split.count": 1,
+                     "granitehybrid.context_length": 1024, "general.file_type": 1},
+                    [("token_embd.weight", [64, 8], 1, 1024), ("b", [64], 0, 256)])
+        read = 0
+        for _ in range(6000):
+            data = bytearray(base)
             for _ in range(rnd.randrange(1, 4)):
-                data[rnd.randrange(400)] = rnd.randrange(256)
+                at = rnd.randrange(len(data) - 1300)
+                how = rnd.random()
+                if how < 0.6:
+                    data[at] = rnd.randrange(256)
+                elif how < 0.8:
+                    data[at:at + 4] = rnd.choice((b"\xff" * 4, bytes(4), b"\0\0\1\0"))
+                elif how < 0.9:
+                    del data[at:at + rnd.randrange(1, 9)]
+                else:
+                    data[at:at] = bytes(rnd.randrange(1, 9))
             try:
-                toki.read_facts(io.BytesIO(data), len(data), "x")
-            except toki.BadModel:
-                pass
+                facts = toki.read_facts(io.BytesIO(data), len(data), "x")
+            except toki.BadModel as error:
+                self.assertTrue(error.message and error.hint, f"seed {seed}")
+                continue
+            except Exception as error:
+                self.fail(f"seed {seed}: {error!r} on {bytes(data)!r}")
+            read += 1
+            numbers = [v for v in facts if isinstance(v, int)]
+            self.assertGreaterEqual(min(numbers), 0, f"seed {seed}")
+            with contextlib.suppress(toki.UsageError):
+                toki.plan_memory(facts, toki.Memory(16 << 30, 12 << 30), toki.Wishes())
+            toki.facts_text(facts)
+        self.assertGreater(read, 100)
+
+
+# ============================================================================
+# FIT
+# ============================================================================
+GIB = 1 << 30
+
+
+class Fit(Case):
+    BIG = toki.ModelFacts(                       # Llama 3.1 8B, Q4_K_M
+        "big", "llama", "rewindable", 131072, 0, 131072, True, 4 << 30,
+        weight_bytes=4920 << 20, layers=32, n_embd=4096, n_ff=14336, n_vocab=128256,
+        kv_full=(32768, 32768), layers_full=32, embedding_bytes=290 << 20)
+    HYBRID = BIG._replace(kind="append-only", architecture="qwen35", kv_bytes=32768,
+                          kv_full=(8192, 8192), layers_full=8, layers_recurrent=24,
+                          state_bytes=50 << 20)
+    WINDOW = BIG._replace(kind="window", architecture="gemma3", window=1024,
+                          kv_bytes=16384, kv_full=(4096, 4096), layers_full=4,
+                          kv_windowed=(28672, 28672), layers_windowed=28)
+
+    def plan(self, facts=BIG, machine=None, **wishes):
+        return toki.plan_memory(facts, machine or toki.Memory(64 * GIB, 60 * GIB),
+                                toki.Wishes(**wishes))
+
+    def limited(self, gib, facts=BIG, **wishes):
+        return self.plan(facts, toki.Memory(64 * GIB, 60 * GIB, int(gib * GIB)), **wishes)
+
+    def test_context_first_then_slots_then_kv_type(self):
+        def shape(gib):
+            p = self.limited(gib)
+            self.assertLessEqual(p.total + p.page_cache, p.room)
+            return (p.ctx, p.slots, p.kv_type), [s.split()[0] for s in p.steps]
+        self.table((
+            ("all", 16, ((16384, 4, "f16"), [])),
+            ("context", 10, ((7168, 4, "f16"), ["context"])),
+            ("slots", 8, ((4096, 3, "f16"), ["context", "slots"])),
+            ("one slot", 7, ((4352, 1, "f16"), ["context", "slots"])),
+            ("q8_0", 6.5, ((4096, 1, "q8_0"), ["context", "slots", "KV"]))), shape)
+        p = self.limited(6.2)
+        self.assertTrue(512 <= p.ctx < 4096 and p.ctx % 256 == 0, p)
+        self.assertEqual((p.slots, p.kv_type), (1, "q8_0"))
+
+    def test_every_limit_gives_a_plan_that_fits_or_a_refusal(self):
+        for facts in (self.BIG, self.HYBRID, self.WINDOW):
+            last = 0
+            for tenth in range(20, 400, 3):
+                try:
+                    p = self.limited(tenth / 10, facts)
+                except toki.UsageError as error:
+                    self.assertEqual(last, 0, "a larger limit must not be refused")
+                    self.assertIn("GiB", error.message)
+                    continue
+                self.assertLessEqual(p.total + p.page_cache, p.room)
+                self.assertGreaterEqual(p.ctx, 512)
+                last = p.ctx * p.slots
+            self.assertEqual((p.ctx, p.slots, p.steps), (16384, 4, ()))
+
+    def test_the_setting_caps_as_the_control_group_does(self):
+        for gib in (8, 16):
+            by_group, by_setting = self.limited(gib), self.plan(memory=gib * GIB)
+            for p in (by_group, by_setting):
+                self.assertGreaterEqual(p.ctx, 4096)
+                self.assertLessEqual(p.total, gib * GIB)
+        self.assertEqual(self.plan(memory=500 * GIB), self.plan())
+
+    def test_too_small_is_refused_with_numbers(self):
+        with self.assertRaises(toki.UsageError) as caught:
+            self.limited(4)
+        for word in ("512 tokens in 1 slot", "4.8 GiB", "3.0 GiB", "q8_0"):
+            self.assertIn(word, caught.exception.message)
+        self.assertIn("smaller model", caught.exception.hint)
+
+    def test_what_the_user_fixed_does_not_move(self):
+        p = self.limited(10, ctx=16384, fixed=("ctx",))
+        self.assertEqual((p.ctx, p.slots), (16384, 1))
+        p = self.limited(8, slots=4, fixed=("slots",))
+        self.assertEqual((p.slots, p.kv_type), (4, "q8_0"))
+        p = self.limited(7, kv_type="f16", fixed=("kv_type",))
+        self.assertEqual(p.kv_type, "f16")
+        with self.assertRaises(toki.UsageError) as caught:
+            self.limited(10, ctx=100_000, slots=4, fixed=("ctx", "slots"))
+        fits = int(re.search(r"--ctx (\d+)", caught.exception.hint)[1])
+        self.assertEqual(self.limited(10, ctx=fits, slots=4, fixed=("ctx", "slots")).ctx,
+                         fits)
+
+    def test_settings_become_wishes(self):
+        def wishes(**cli):
+            return toki.wishes_of(toki.load_config(cli, {}))
+        self.assertEqual(wishes().fixed, ())
+        w = wishes(slots="2", ctx="9000", memory_gb="1.5",
+                   engine_args="-ctk q8_0 -ub 256 --no-repack")
+        self.assertEqual((w.slots, w.ctx, w.memory, w.kv_type, w.ubatch, w.repack),
+                         (2, 9000, 3 << 29, "q8_0", 256, False))
+        self.assertEqual(set(w.fixed), {"slots", "ctx", "kv_type"})
+        with self.assertRaises(toki.UsageError):
+            wishes(engine_args="-ctk nonsense")
+
+    def test_full_windows_and_checkpoints_give_way_first(self):
+        p = self.plan(self.WINDOW)
+        self.assertEqual((p.swa_full, p.checkpoints, p.checkpoint_bytes), (True, 0, 0))
+        p = self.limited(12, self.WINDOW)
+        self.assertEqual((p.swa_full, p.ctx), (False, 16384))
+        self.assertIn("--swa-full", p.steps[0])
+        self.assertEqual(p.window, p.slots * 1536 * self.WINDOW.windowed_bytes)
+        p = self.plan(self.HYBRID)
+        self.assertEqual(p.checkpoint_bytes, 4 * 32 * (50 << 20))
+        self.assertEqual(p.state, 4 * (50 << 20))
+        self.assertEqual(self.limited(13, self.HYBRID).checkpoints, 16)
+
+    def test_kv_of_heads_that_q8_0_cannot_hold_stays(self):
+        odd = self.BIG._replace(q8_kv=False)
+        with self.assertRaises(toki.UsageError):
+            self.limited(6, odd)
+        self.assertEqual(self.limited(6.5, odd).kv_type, "f16")
+        with self.assertRaises(toki.UsageError):
+            self.plan(odd, kv_type="q8_0")
+
+    def gpu(self, gib, **more):
+        return toki.Memory(64 * GIB, 60 * GIB, gpus=(toki.Gpu(
+            "card", "CUDA", gib * GIB, gib * GIB),), system="linux", **more)
+
+    def test_devices_of_their_own(self):
+        self.assertEqual(self.plan(machine=self.gpu(24)).gpu_layers, None)
+        p = self.plan(machine=self.gpu(12))
+        self.assertTrue(4096 <= p.ctx < 16384)
+        self.assertEqual((p.slots, p.gpu_layers), (4, None))
+        p = self.plan(machine=self.gpu(4))       # weights go to both
+        self.assertEqual((p.ctx, p.slots), (16384, 4))
+        self.assertTrue(0 < p.gpu_layers < 32)
+
+    def test_shared_memory_is_counted_once(self):
+        apple = toki.Memory(16 * GIB, 12 * GIB, gpus=(toki.Gpu(
+            "Apple GPU", "MTL", 10 * GIB, 10 * GIB),), unified=True, system="darwin")
+        p = self.plan(machine=apple)
+        self.assertLessEqual(p.total, 10 * GIB)
+        self.assertEqual((p.environment, p.gpu_layers), ((), None))
+        halo = toki.Memory(128 * GIB, 120 * GIB, gpus=(toki.Gpu(
+            "AMD Radeon Graphics", "ROCm", 110 * GIB, 108 * GIB, "gfx1151"),),
+            unified=True, system="linux")
+        p = self.plan(machine=halo)
+        self.assertEqual((p.ctx, p.slots), (16384, 4))
+        self.assertEqual(dict(p.environment), {"GGML_CUDA_ENABLE_UNIFIED_MEMORY": "1"})
+
+    def test_an_unknown_machine_gets_what_was_wished(self):
+        p = self.plan(machine=toki.Memory(0, 0), ctx=2000, fixed=("ctx",))
+        self.assertEqual((p.ctx, p.slots), (2000, 4))
+        self.assertIn("unknown", p.steps[0])
+
+    def test_short_models_and_models_without_kv(self):
+        short = self.BIG._replace(n_ctx_train=2048)
+        self.assertEqual(self.plan(short).ctx, 2048)
+        state = self.BIG._replace(kind="append-only", kv_bytes=0, kv_full=(0, 0),
+                                  layers_full=0, state_bytes=1 << 20)
+        self.assertEqual((self.plan(state).kv, self.plan(state).kv_type), (0, "f16"))
+
+    LOG = """0.1 I load_tensors:   CPU_Mapped model buffer size =  4920.00 MiB
+0.1 I llama_context:        CPU  output buffer size =     1.96 MiB
+0.1 I llama_kv_cache:        CPU KV buffer size =  8192.00 MiB
+0.1 I llama_kv_cache: size = %s MiB ( 16384 cells,  32 layers,  4/4 seqs), K (f16): x
+0.1 I sched_reserve:        CPU compute buffer size =   140.00 MiB
+0.1 I slot print_timing: id  3 | task 0 | total time = 57.77 ms / 407 tokens"""
+
+    def test_the_engine_s_own_numbers_are_held_against_the_plan(self):
+        p = self.plan()
+        right = toki.read_engine_report((self.LOG % "8192.00").splitlines())
+        self.assertEqual((right.kv, right.weights), (8 * GIB, 4920 << 20))
+        self.assertEqual(toki.plan_mismatches(p, right), [])
+        wrong = toki.plan_mismatches(p, toki.read_engine_report(
+            (self.LOG % "4096.00").splitlines()))
+        self.assertEqual(len(wrong), 2)
+        for word in ("8,192.00 MiB", "4,096.00 MiB"):
+            self.assertIn(word, wrong[0])
+        self.assertEqual(toki.plan_mismatches(p, toki.read_engine_report(["x"])), [])
+
+    def test_words_and_json(self):
+        p = self.limited(8)
+        text = toki.facts_text(self.BIG._replace(template=False), p)
+        for word in ("128.0 KiB a token", "131,072 tokens", "--chat-template", "4,096",
+                     "slots 4 -> 3"):
+            self.assertIn(word, text)
+        doc = json.loads(json.dumps(toki.facts_json(self.WINDOW, p)))
+        self.assertEqual((doc["windowed_bytes"], doc["plan"]["total"]),
+                         (114688, p.total))
+        self.assertEqual([toki.most_new_tokens(4096, n) for n in (96, 4096, 9999)],
+                         [4000, 1, 1])
 
 
 # ============================================================================
@@ -2582,17 +3014,6 @@ class EdgesRoom(Case):
              "/h/Library/Application Support/toki"),
             ("given", ({"HOME": "/h"}, "/x/y", "linux"), "/x/y")),
             lambda a: toki.places(*a).state.replace(os.sep, "/"))
-
-    def test_control_group_limits_memory(self):
-        class Disk(toki.Disk):
-            def read_text(self, path):
-                return {"/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8000000 kB\n",
-                        "/sys/fs/cgroup/memory.max": files[0],
-                        "/sys/fs/cgroup/memory.current": "900",
-                        "/sys/fs/cgroup/memory.stat": "file 5\ninactive_file 400\n"}[path]
-        edges = toki.REAL._replace(disk=Disk())
-        for files, want in ((("1000\n",), 500), (("max\n",), 8_000_000 * 1024)):
-            self.assertEqual(toki.available_memory(edges), want)
 
     def test_token_file(self):
         where = toki.places({}, self.folder())
@@ -3447,14 +3868,16 @@ class EngineRoom(Case):
                 (1, [], "--no-repack", []), (-9, [], "--no-repack", [])):
             self.assertEqual(toki.crash_remedy(code, flags, help_text), want)
 
-    def test_context_is_what_was_asked_or_what_fits(self):
-        facts = toki.ModelFacts("m", "llama", "rewindable", 131072, 0, 1 << 10, True, 1)
-        self.assertEqual(toki.pick_context(facts, 0, 4, None), 16384)
-        self.assertEqual(toki.pick_context(facts, 0, 4, 64 << 20), 8192)
-        self.assertEqual(toki.pick_context(facts, 2000, 4, 64 << 20), 2000)
-        with self.assertRaises(toki.UsageError) as caught:
-            toki.pick_context(facts, 100_000, 4, 64 << 20)
-        self.assertIn("8192", caught.exception.hint)
+    def test_flags_of_a_memory_plan(self):
+        args = dict(model="m.gguf", port=1, slots=2, ctx=512, threads=0, shelf="s",
+                    key_file="k", alias="m", swa_full=False)
+        plan = toki.plan_memory(Fit.HYBRID, toki.Memory(0, 0), toki.Wishes(
+            kv_type="q8_0"))._replace(checkpoints=16, gpu_layers=7)
+        flags, _ = toki.engine_flags("", Fit.HYBRID, plan=plan, **args)
+        for name, value in (("--cache-type-k", "q8_0"), ("--cache-type-v", "q8_0"),
+                            ("--ctx-checkpoints", "16"), ("--n-gpu-layers", "7")):
+            self.assertEqual(flags[flags.index(name) + 1], value)
+        self.assertNotIn("--log-verbosity", flags)
 
 
 # ============================================================================
@@ -5198,6 +5621,152 @@ class Install(Case):
             progress(f"[ {percent}%] Building CXX object x.o")
         self.assertEqual(len(said), 11)
         self.assertIn("50 %, about 1 min 40 s left", said[5])
+
+
+class Machine(Case):
+    "What the system's files and tools say, on machines that are not here."
+
+    def edges(self, files=None, runs=None, folders=None, have=(), status=(0, 0)):
+        class Disk(toki.Disk):
+            def read_text(self, path):
+                if path in denied:
+                    raise PermissionError(13, "no", path)
+                return (files or {}).get(path, "")
+
+            def listing(self, path):
+                return (folders or {}).get(path, [])
+
+        class Proc(FakeProc):
+            def memory_status(self):
+                return status
+        denied = {"/sys/fs/cgroup/memory.high"}
+        return toki.REAL._replace(disk=Disk(), proc=Proc(have=have, runs=runs))
+
+    MEMINFO = ("MemTotal: 32000000 kB\nMemFree: 900000 kB\n"
+               "MemAvailable: 24000000 kB\nCached: 20000000 kB\n")
+
+    def detect(self, group=None, system="linux", **more):
+        files = dict({"/proc/meminfo": self.MEMINFO}, **(group or {}),
+                     **more.pop("files", {}))
+        m = toki.detect_memory(self.edges(files, **more), system=system)
+        return m.total, m.available, m.limit
+
+    def test_control_groups(self):
+        "F-52: page cache is not used memory; limits of every group above count."
+        total, free, cg = 32000000 * 1024, 24000000 * 1024, "/sys/fs/cgroup"
+        v2 = {"/proc/self/cgroup": "0::/a/b\n"}
+        stat = "file 5\ninactive_file 400\n"
+        self.table((
+            ("none", {}, (total, free, None)),
+            ("max", {**v2, f"{cg}/a/b/memory.max": "max"}, (total, free, None)),
+            ("own", {**v2, f"{cg}/a/b/memory.max": "1000", f"{cg}/a/b/memory.current":
+                     "900", f"{cg}/a/b/memory.stat": stat}, (total, 500, 1000)),
+            ("parent", {**v2, f"{cg}/a/memory.max": "800", f"{cg}/a/memory.current": "100",
+                        f"{cg}/a/b/memory.max": "1000"}, (total, 700, 800)),
+            ("soft", {**v2, f"{cg}/a/b/memory.high": "600"}, (total, 600, 600)),
+            ("root", {"/proc/self/cgroup": "0::/\n", f"{cg}/memory.max": "1000"},
+             (total, 1000, 1000)),
+            ("v1", {"/proc/self/cgroup": "5:cpu,memory:/x\n0::/\n",
+                    f"{cg}/memory/x/memory.limit_in_bytes": "1000",
+                    f"{cg}/memory/x/memory.usage_in_bytes": "950",
+                    f"{cg}/memory/x/memory.stat": "inactive_file 1\n"
+                    "total_inactive_file 450\n",
+                    f"{cg}/memory/memory.limit_in_bytes": "9223372036854771712"},
+             (total, 500, 1000)),
+            ("over the limit", {**v2, f"{cg}/a/b/memory.max": "1000",
+                                f"{cg}/a/b/memory.current": "5000"}, (total, 0, 1000)),
+            ("more than the RAM", {**v2, f"{cg}/a/b/memory.max": str(total * 2)},
+             (total, free, None))), self.detect)
+
+    def test_a_limit_reaches_the_plan(self):
+        for gib in (8, 16):
+            files = {"/proc/meminfo": self.MEMINFO, "/proc/self/cgroup": "0::/\n",
+                     "/sys/fs/cgroup/memory.max": str(gib << 30)}
+            machine = toki.detect_memory(self.edges(files), system="linux")
+            p = toki.plan_memory(Fit.BIG, machine, toki.Wishes())
+            self.assertTrue(512 <= p.ctx and p.total <= gib << 30)
+
+    def test_macos_and_windows_and_nothing(self):
+        pages = ("Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
+                 "Pages free:      100.\nPages active:    900.\nPages inactive:  50.\n"
+                 "Pages speculative: 5.\nPages purgeable: 2.\n"
+                 "Pages occupied by compressor: 77.\n")
+        runs = {"hw.memsize": (0, "17179869184\n"), "vm_stat": (0, pages),
+                "hw.optional.arm64": (0, "1\n"), "iogpu.wired_limit_mb": (0, "0\n")}
+        m = toki.detect_memory(self.edges(runs=runs), system="darwin")
+        self.assertEqual((m.total, m.available), (16 << 30, 157 * 16384))
+        self.assertTrue(m.unified)
+        self.assertEqual(m.gpus[0].total, (16 << 30) * 2 // 3)
+        runs["hw.optional.arm64"] = (1, "unknown oid")
+        m = toki.detect_memory(self.edges(runs=runs), system="darwin")
+        self.assertEqual((m.unified, m.gpus), (False, ()))
+        m = toki.detect_memory(self.edges(status=(9, 7)), system="win32")
+        self.assertEqual((m.total, m.available), (9, 7))
+        m = toki.detect_memory(self.edges(), system="linux")
+        self.assertEqual((m.total, m.gpus), (0, ()))
+
+    def test_devices_as_the_engine_lists_them(self):
+        text = ("ggml_cuda_init: found 1 CUDA devices\nAvailable devices:\n"
+                "  CUDA0: NVIDIA H200: PCIe (143771 MiB, 143000 MiB free)\n"
+                "  Vulkan0: AMD Radeon 8060S (RADV GFX1151) (100 MiB, 90 MiB free)\n"
+                "  Vulkan1: llvmpipe (LLVM 15, 256 bits) (64000 MiB, 64000 MiB free)\n"
+                "  BLAS: Accelerate (0 MiB, 0 MiB free)\n"
+                "  OPENVINO0: CPU (64 MiB, 64 MiB free)\n")
+        got = toki.listed_devices(text)
+        self.assertEqual([(g.name, g.backend, g.total >> 20, g.gfx) for g in got],
+                         [("NVIDIA H200: PCIe", "CUDA", 143771, ""),
+                          ("AMD Radeon 8060S (RADV GFX1151)", "Vulkan", 100, "gfx1151")])
+        self.assertEqual(toki.listed_devices("Available devices:\n  (none)\n"), [])
+        edges = self.edges(have=("nvidia-smi",), runs={
+            "--list-devices": (0, "Available devices:\n  (none)\n"),
+            "nvidia-smi": (0, "NVIDIA X, 24000, 23000\n")})
+        self.assertEqual(toki.find_devices(edges, "engine", "linux"), ((), False))
+        gpus, unified = toki.find_devices(edges, "", "linux")
+        self.assertEqual((gpus[0].total >> 20, unified), (24000, False))
+
+    def test_devices_as_the_drivers_name_them(self):
+        self.assertEqual(toki.nvidia_devices(
+            "NVIDIA A, 24564, 24000\nNVIDIA GB10, [N/A], [N/A]\nNo devices found\n"),
+            [toki.Gpu("NVIDIA A", "CUDA", 24564 << 20, 24000 << 20),
+             toki.Gpu("NVIDIA GB10", "CUDA", 0, 0)])
+        text = 'WARNING: x\n' + json.dumps({"card0": {
+            "VRAM Total Memory (B)": "536870912", "VRAM Total Used Memory (B)": "100",
+            "GTT Total Memory (B)": "66000000000", "GTT Total Used Memory (B)": "5"}})
+        (gpu, gtt), = toki.rocm_devices(text)
+        self.assertEqual((gpu.total, gpu.free, gtt), (536870912, 536870812, 66000000000))
+        for bad in ("", "{", "[]", '{"card0": 3}', '{"card0": {"VRAM Total Memory (B)":'
+                    ' "N/A"}}'):
+            self.assertEqual(toki.rocm_devices(bad), [])
+
+    def test_a_processor_with_its_gpu_inside(self):
+        "Ryzen AI MAX+ 395: half a GiB of its own, the rest in the RAM."
+        card, node = "/sys/class/drm/card1/device/", "/sys/class/kfd/kfd/topology/nodes"
+        files = {"/proc/meminfo": self.MEMINFO, card + "mem_info_vram_total": "536870912",
+                 card + "mem_info_vram_used": "0", card + "mem_info_gtt_total":
+                 str(28 << 30), card + "mem_info_gtt_used": str(1 << 30),
+                 node + "/0/properties": "gfx_target_version 0\n",
+                 node + "/1/properties": "simd_count 80\ngfx_target_version 110501\n"}
+        m = toki.detect_memory(self.edges(files, folders={
+            "/sys/class/drm": ["card1", "card1-DP-1"], node: ["0", "1"]}), system="linux")
+        self.assertTrue(m.unified)
+        self.assertEqual((m.gpus[0].gfx, m.gpus[0].free), ("gfx1151", (27 << 30) + (1 << 29)))
+        self.assertTrue(toki.plan_memory(Fit.BIG, m, toki.Wishes()).environment)
+        gb10 = self.edges({"/proc/meminfo": self.MEMINFO}, have=("nvidia-smi",), runs={
+            "nvidia-smi": (0, "NVIDIA GB10, [N/A], [N/A]\n")})
+        m = toki.detect_memory(gb10, system="linux")
+        self.assertEqual((m.unified, m.gpus[0].free), (True, m.available))
+
+    def test_effective_shapes_are_kept_by_model(self):
+        where = toki.places({}, self.folder())
+        self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {})
+        toki.save_effective(toki.REAL, where, "a", {"ctx": 1})
+        toki.save_effective(toki.REAL, where, "b", {"ctx": 2})
+        self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {"ctx": 1})
+        for junk in ("", "[]", "{", '{"models": 3}', '{"models": {"a": 3}}'):
+            toki.REAL.disk.write(where.file("effective.json"), junk.encode())
+            self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {})
+        toki.save_effective(toki.REAL, where, "a", {"ctx": 3})
+        self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {"ctx": 3})
 
 
 class Stack(Case):
@@ -8894,6 +9463,67 @@ class RealAlone(Real):
         self.assertEqual(os.listdir(home), [])
         for name in ("token", "engine.key", "ledger.db"):
             self.assertEqual(os.stat(os.path.join(state, name)).st_mode & 0o077, 0, name)
+
+
+class RealMemory(Real):
+    "What the engine takes, against the plan, on every kind of model."
+
+    def report(self, name, slots, kv, full):
+        flags = ["-lv", "4", "--no-repack", "-ctk", kv, "-ctv", kv]
+        server = self.server(name, *flags, *["--swa-full"] * full, slots=slots, ctx=2048)
+        with open(server.output.name, encoding="utf-8", errors="replace") as f:
+            said = toki.read_engine_report(f)
+        with open(f"/proc/{server.process.pid}/status", encoding="utf-8") as f:
+            anonymous = int(re.search(r"RssAnon:\s+(\d+)", f.read())[1]) << 10
+        server.stop()
+        return said, anonymous
+
+    def test_kv_and_state_to_a_hundredth_of_a_mib(self):
+        if not os.path.exists("/proc/self/status"):
+            raise unittest.SkipTest("no /proc")
+        for i, name in enumerate((
+                "llama-dense", "llama-split", "openelm", "deci", "gemma3", "gemma4",
+                "gptoss", "deepseek2", "qwen35", "lfm2", "falconh1", "granite", "mamba2",
+                "rwkv7", "gemma3", "gptoss")):
+            facts = toki.model_facts(toki.REAL, tiny(name))
+            slots, full = (1, 4)[i % 2], facts.kind == "window" and i > 6
+            kv = "q8_0" if i % 3 == 0 and facts.q8_kv else "f16"
+            with self.subTest(name, slots=slots, kv=kv, full=full):
+                plan = toki.plan_memory(facts, toki.Memory(0, 0), toki.Wishes(
+                    2048, slots, kv, full, page_cache=False))
+                said, anonymous = self.report(name, slots, kv, full)
+                self.assertGreater(said.n, 2)
+                self.assertEqual(toki.plan_mismatches(plan, said), [])
+                self.assertAlmostEqual((plan.kv + plan.window) / (1 << 20),
+                                       said.kv / (1 << 20), delta=0.011)
+                self.assertAlmostEqual(plan.state / (1 << 20), said.state / (1 << 20),
+                                       delta=0.006)
+                took = anonymous + facts.weight_bytes
+                self.assertLess(abs(plan.total - plan.checkpoint_bytes - took),
+                                max(took // 20, 16 << 20))
+
+    def test_a_managed_engine_is_fitted_checked_and_remembered(self):
+        model = tiny("llama-dense")
+        plan = {"binary": real_engine(), "model": model}
+        needed = toki.plan_memory(
+            toki.model_facts(toki.REAL, model), toki.Memory(0, 0),
+            toki.Wishes(ctx=4096, slots=2)).total
+        with self.assertLogs(toki.log, "INFO") as logs:
+            d = self.daemon("http://127.0.0.1:1", plan=plan, threads=1,
+                            memory_gb=(needed + (3 << 20)) / 2 ** 30, certify="off")
+            self.until(lambda: toki.effective_shape(toki.REAL, d.where, model),
+                       "the effective shape")
+        shape = toki.effective_shape(toki.REAL, d.where, model)
+        entry = Client(d).json("GET", "/v1/models")["data"][0]
+        self.assertEqual(shape["ctx"], entry["context_length"])
+        self.assertEqual(shape["slots"], entry["meta"]["slots"])
+        self.assertLess(shape["ctx"] * shape["slots"], 4 * 16384)
+        said = "\n".join(logs.output)
+        for step in shape["steps"]:
+            self.assertIn(step, said)
+        self.assertTrue(shape["steps"])
+        self.assertNotIn("otherwise than planned", said)
+        self.assertGreater(len(d.process.first_words), 50)
 
 
 # ============================================================================
@@ -14593,8 +15223,9 @@ ROOMS = {
     "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
     "FALLBACK": (Fallback, FallbackRoute), "REPORTS": (FieldReports,),
     "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
-    "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
-    "EDGES": (EdgesRoom,), "FETCH": (Fetch,), "UNPACK": (Unpack,), "RELEASE": (Machines,),
+    "FIT": (Fit,), "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
+    "EDGES": (EdgesRoom,), "MACHINE": (Machine,), "FETCH": (Fetch,),
+    "UNPACK": (Unpack,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
@@ -14608,7 +15239,7 @@ ROOMS = {
     "FEED": (FeedRoom,), "PAGE": (Page,), "WEB": (Web,),
     "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealShelf, RealFallback, RealInstall, RealAlone,
+             RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
              RealPage)}
 
 

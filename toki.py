@@ -36,6 +36,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     16 WHY       why were these tokens computed, though something like them was known?
     0  AGENTS    how each coding agent is pinned to this model for one launch
     17 GGUF      what a model file's header says about memory
+    0  FIT       which context, slots and KV type does this memory hold?
     18 SLOTFILE  a saved slot: its tokens, deltas, a wider window
     0  ASSETS    which release file fits this machine?
     0  REMEDY    an engine that will not start: what to change
@@ -357,6 +358,10 @@ SETTINGS = (
     Setting("model", "", str, "GGUF file to serve"),
     Setting("slots", 4, _natural, "conversations that the engine holds at once"),
     Setting("ctx", 0, _natural, "tokens of context a slot; 0: what fits, up to 16384"),
+    Setting("kv_type", "auto", _choice("auto", "f16", "q8_0"),
+            "type of the KV that slots hold; auto: f16, q8_0 where f16 does not fit"),
+    Setting("memory_gb", 0.0, _seconds, "memory that the engine may use, in GiB; 0: "
+            "what the machine has"),
     Setting("threads", 0, _natural, "engine threads; 0: the engine's own choice"),
     Setting("source", "auto", _choice("auto", "release", "index"),
             "where engine and starter model come from"),
@@ -7104,20 +7109,65 @@ def shim_script(text: str) -> str:
 
 # ============================================================================
 # 17. GGUF - what a model file's header says about memory.
-#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts.
+#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
-#    nothing is allocated by a claimed size, and the header has a byte budget.
+#    nothing is allocated by a claimed size, long arrays are stepped over, and what is
+#    kept has a budget.  Which layers keep what follows llama.cpp (b11434: load_hparams,
+#    create_memory); a header that leaves something out gets a high guess and a note.
 # ============================================================================
 _GGUF_NUMBERS = {0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4),
                  5: ("i", 4), 6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8),
                  12: ("d", 8)}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
-_HEADER_BUDGET = 128 << 20
-_KEEP_ARRAY = 4096           # longer arrays (vocabularies) are skipped, not kept
-# Architectures whose state cannot be rewound, beside those with ssm/recurrent keys.
-_RECURRENT = ("mamba", "rwkv", "qwen3next", "qwen35", "lfm2", "granitehybrid",
-              "falcon-h1", "jamba", "nemotron_h", "plamo2", "kimi-linear", "arwkv")
+_KEEP_BYTES = 4 << 20        # of keys, texts, arrays and tensor names together
+_KEEP_ARRAY = 4096           # longer arrays (vocabularies) are stepped over, not kept
+_KEEP_STRING = 1 << 20       # so are longer texts; chat templates have some 20 KiB
+_MOST_STRINGS = 2 << 20      # in arrays; the largest vocabularies have 0.8 M
+_MOST_LAYERS = 1024          # llama.cpp itself stops at 512
+# ggml type: name, elements of a block, bytes of a block (ggml.h, ggml-common.h)
+_GGML_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1),
+    25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18)}
+# general.file_type, where the name of the file does not tell
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1",
+    10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M",
+    16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S",
+    22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
+    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0",
+    37: "TQ2_0", 38: "MXFP4", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0"}
+_QUANT_NAME = re.compile(
+    r"(?i)(?:^|[-._])((?:UD-)?(?:I?Q[1-8]_[0-9A-Z_]+|Q[2-8]K?|TQ[12]_0|BF16|F16|F32"
+    r"|FP16|MXFP4(?:_MOE)?|NVFP4))(?=[-.]|$)")
+# Windowed layers where the header gives no pattern: period, and is the full layer of
+# a period its first one (else its last)?
+_PERIODS = {
+    "gemma2": (2, False), "gemma3": (6, False), "gemma3n": (5, False),
+    "gemma-embedding": (6, False), "gpt-oss": (2, False), "cohere2": (4, False),
+    "cohere2moe": (4, True), "llama4": (4, False), "exaone4": (4, False),
+    "exaone-moe": (4, False), "olmo2": (4, False), "plamo3": (8, False),
+    "muse-glimmer": (4, False), "afmoe": (4, False), "laguna": (4, True),
+    "mellum": (4, False), "smallthinker": (4, True), "modern-bert": (3, True)}
+# Window where the key is missing (or not used): tokens
+_WINDOWS = {"gemma2": 4096, "llama4": 8192, "exaone-moe": 128}
+# Types that a CPU build lays out anew in memory of its own (repack.cpp, AVX2 and NEON)
+_REPACKED = ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
+_ALL_RECURRENT = ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
+_BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp", "minimax-01")
+_BY_NO_KV = ("jamba", "granitehybrid", "lfm2", "lfm2moe", "plamo2", "kimi-linear",
+             "bailingmoe3", "kimi-k3", "glm5-next", "nemotron_h", "nemotron_h_moe",
+             "falcon-h1")
+_OWN_CACHES = ("deepseek4", "dflash", "minimax-m3", "dots3note")   # not worked out
 
 
 class BadModel(TokiError):
@@ -7125,15 +7175,44 @@ class BadModel(TokiError):
 
 
 class ModelFacts(NamedTuple):
-    "What toki needs of a GGUF header.  Bytes are exact, kinds are DECIDE's words."
+    """What toki needs of a GGUF header.  Bytes are exact, kinds are DECIDE's words.
+
+    `notes` says what the header left out; where it is not empty, KV is a high guess.
+    """
     name: str
     architecture: str
     kind: str                # "rewindable" | "window" | "append-only"
     n_ctx_train: int
-    window: int
+    window: int              # tokens; 0: no layer has one
     kv_bytes: int            # a token, at f16, all layers that hold every token
-    template: bool
-    size: int                # bytes of the file
+    template: bool           # a chat template
+    size: int                # bytes of the file, all parts
+    weight_bytes: int = 0    # all tensors, all parts
+    params: int = 0
+    tensors: int = 0
+    quant: str = ""          # "Q4_K_M": by the name of the file, else by the header
+    layers: int = 0
+    n_embd: int = 0
+    n_ff: int = 0            # feed-forward width that one token passes
+    n_vocab: int = 0
+    n_merges: int = 0
+    kv_full: tuple = (0, 0)  # elements a token of K and of V: layers with every token
+    kv_windowed: tuple = (0, 0)      # the same of the windowed layers
+    layers_full: int = 0
+    layers_windowed: int = 0
+    layers_recurrent: int = 0
+    state_bytes: int = 0     # recurrent state of a slot, always f32
+    state_width: int = 0     # elements a token of its widest intermediate
+    q8_kv: bool = True       # head sizes that q8_0 can hold (blocks of 32)
+    embedding_bytes: int = 0         # token embeddings: on the host, GPU or not
+    repack_bytes: int = 0    # weights that a CPU build copies unless --no-repack
+    parts: tuple = ()        # file names, when there is more than one
+    notes: tuple = ()
+
+    @property
+    def windowed_bytes(self) -> int:
+        "KV bytes of a cell of all windowed layers, at f16."
+        return 2 * sum(self.kv_windowed)
 
 
 class _Header:
@@ -7141,33 +7220,66 @@ class _Header:
 
     def __init__(self, file: Any, size: int, order: str = "<"):
         self.file, self.size, self.at, self.order = file, size, 0, order
-        self.left = _HEADER_BUDGET
+        self.keep, self.strings = _KEEP_BYTES, _MOST_STRINGS
 
-    def take(self, n: int) -> bytes:
+    def _within(self, n: int) -> None:
         if n > self.size - self.at:
             raise BadModel(f"the header ends early: {n} bytes wanted at {self.at}, "
                            f"the file has {self.size}", "download the file again")
-        self.left -= n
-        if self.left < 0:
-            raise BadModel("the header is larger than 128 MiB", "this is no real model")
+
+    def take(self, n: int) -> bytes:
+        self._within(n)
+        self.keep -= n
+        if self.keep < 0:
+            raise BadModel("the header holds more than any model's",
+                           "this is no real model")
         data = self.file.read(n)
         if len(data) != n:
-            raise BadModel(f"the file ended at {self.at + len(data)}")
+            raise BadModel(f"the file ended at {self.at + len(data)}",
+                           "download the file again")
         self.at += n
         return data
+
+    def skip(self, n: int) -> None:
+        self._within(n)
+        self.at += n
+        self.file.seek(self.at)
 
     def number(self, kind: int) -> Any:
         letter, width = _GGUF_NUMBERS[kind]
         raw = self.take(width)
+        self.keep += width
         return raw != b"\0" if letter == "?" else struct.unpack(
             self.order + letter, raw)[0]
 
-    def string(self, most: int = 16 << 20) -> str:
+    def string(self, most: int = _KEEP_STRING) -> str:
+        "A text; '' in place of one that is longer than `most` bytes."
         n = self.number(10)
         if n > most:
-            raise BadModel(f"a string of {n} bytes in the header",
-                           "this is no real model")
+            self.skip(n)
+            return ""
         return self.take(n).decode("utf-8", "replace")
+
+    def pass_strings(self, n: int) -> None:
+        "Step over n texts."
+        self.strings -= n
+        if self.strings < 0:
+            raise BadModel(f"arrays of more than {_MOST_STRINGS:,} texts",
+                           "this is no real model")
+        length = struct.Struct(self.order + "Q").unpack_from
+        chunk, at, left = b"", 0, self.size - self.at
+        for _ in range(n):
+            if at + 8 > len(chunk):
+                self.skip(at)
+                chunk, at, left = self.file.read(1 << 16), 0, self.size - self.at
+                if len(chunk) < 8:
+                    self._within(8)
+                    raise BadModel(f"the file ended at {self.at + len(chunk)}",
+                                   "download the file again")
+            at += 8 + length(chunk, at)[0]
+            if at > left:
+                self._within(at)
+        self.skip(at)
 
     def value(self, kind: int) -> Any:
         if kind in _GGUF_NUMBERS:
@@ -7175,24 +7287,42 @@ class _Header:
         if kind == _GGUF_STRING:
             return self.string()
         if kind != _GGUF_ARRAY:
-            raise BadModel(f"a value of unknown type {kind} in the header")
+            raise BadModel(f"a value of unknown type {kind} in the header",
+                           "this is no real model")
         item, n = self.number(4), self.number(10)
         width = 8 if item == _GGUF_STRING else _GGUF_NUMBERS.get(item, ("", 0))[1]
         if not width:
-            raise BadModel(f"an array of type {item} in the header")
+            raise BadModel(f"an array of type {item} in the header",
+                           "this is no real model")
         if n * width > self.size - self.at:
-            raise BadModel(f"an array of {n} items does not fit the file")
+            raise BadModel(f"an array of {n} items does not fit the file",
+                           "this is no real model")
         if item == _GGUF_STRING:
-            kept = []
-            for _ in range(n):
-                text = self.string()
-                if n <= _KEEP_ARRAY:
-                    kept.append(text)
-            return kept
-        raw = self.take(n * width)
+            self.pass_strings(n)
+            return _Long(n)
         if n > _KEEP_ARRAY:
-            return []
+            self.skip(n * width)
+            return _Long(n)
+        self.keep -= 32 * n                  # what a list of numbers costs
+        raw = self.take(n * width)
         return list(struct.unpack(f"{self.order}{n}{_GGUF_NUMBERS[item][0]}", raw))
+
+
+class _Long(NamedTuple):
+    "An array that was stepped over."
+    n: int
+
+
+class _File(NamedTuple):
+    "One file's header: pairs, and its tensors summed."
+    pairs: dict
+    tensors: int
+    params: int
+    weight_bytes: int
+    embedding_bytes: int
+    repack_bytes: int
+    by_type: dict                # type name -> bytes
+    embedding: tuple             # dimensions of the token embeddings
 
 
 def _what_is_it(start: bytes) -> str:
@@ -7203,17 +7333,21 @@ def _what_is_it(start: bytes) -> str:
     return f"it starts with {start[:4]!r}" if start else "it is empty"
 
 
-def _read_header(file: Any, size: int) -> dict:
-    """All key-value pairs of a GGUF file, long arrays left out (`[]`).
+def _read_header(file: Any, size: int) -> _File:
+    """A whole header; raises BadModel for everything that is none.
 
-    Versions 2 and 3, both byte orders.  Raises BadModel for everything else.
+    Versions 2 and 3, both byte orders.
     """
     h = _Header(file, size)
     if size < 24:
-        raise BadModel(f"not a GGUF model: the file has {size} bytes")
+        start = h.take(min(size, 4))
+        raise BadModel(f"not a GGUF model: the file has {size} bytes"
+                       + ("" if start == b"GGUF" else "; " + _what_is_it(start)),
+                       "download the file again")
     magic = h.take(4)
     if magic != b"GGUF":
-        raise BadModel("not a GGUF model: " + _what_is_it(magic + h.take(20)))
+        raise BadModel("not a GGUF model: " + _what_is_it(magic + h.take(20)),
+                       "give the path of a .gguf file")
     raw = h.take(4)
     version = struct.unpack("<I", raw)[0]
     if version & 0xFFFF == 0:
@@ -7222,97 +7356,872 @@ def _read_header(file: Any, size: int) -> dict:
         raise BadModel(f"GGUF version {version}; versions 2 and 3 can be read",
                        "convert or download a current file")
     n_tensors, n_pairs = h.number(10), h.number(10)
-    if n_tensors > 1 << 20 or n_pairs > 1 << 16 or n_pairs * 13 > size:
+    if n_tensors > 1 << 14 or n_pairs > 1 << 12 \
+            or n_pairs * 13 + n_tensors * 24 > size:
         raise BadModel(f"{n_pairs} keys and {n_tensors} tensors claimed by a file "
-                       f"of {size} bytes")
+                       f"of {size} bytes", "this is no real model")
     pairs: dict = {}
     for _ in range(n_pairs):
         key = h.string(65535)
         if not key or key in pairs:
-            raise BadModel(f"the key {key[:80]!r} is empty or stands twice")
+            raise BadModel(f"the key {key[:80]!r} is empty, too long or stands twice",
+                           "this is no real model")
         pairs[key] = h.value(h.number(4))
-    return pairs
+        h.keep -= 128                        # what a dict entry costs
+    return _tensors(h, pairs, n_tensors)
+
+
+def _tensors(h: _Header, pairs: dict, n_tensors: int) -> _File:
+    "The tensor table summed; every tensor must lie within the file, after the last."
+    align = pairs.get("general.alignment", 32)
+    if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
+        raise BadModel(f"an alignment of {str(align)[:40]}", "this is no real model")
+    seen: set = set()
+    params = weights = embedding_bytes = repack_bytes = end = 0
+    by_type: dict = {}
+    embedding: tuple = ()
+    for _ in range(n_tensors):
+        name, n_dims = h.string(64), h.number(4)
+        if n_dims > 4 or not name or name in seen:
+            raise BadModel(f"the tensor {name!r} has {n_dims} dimensions, no name or "
+                           "stands twice", "this is no real model")
+        seen.add(name)
+        h.keep -= 64
+        dims = [h.number(10) for _ in range(n_dims)]
+        kind, offset = h.number(4), h.number(10)
+        elements = 1
+        for d in dims:
+            elements *= min(d, 1 << 50)
+        if kind not in _GGML_TYPES or elements > 1 << 50:
+            raise BadModel(f"the tensor {name!r} is of type {kind} and has {elements} "
+                           "elements", "a newer kind of file, or a damaged one")
+        word, block, width = _GGML_TYPES[kind]
+        n_bytes = -(-elements // block) * width
+        if offset != end:
+            raise BadModel(f"the tensor {name!r} lies at {offset}, not at {end}",
+                           "a damaged file: download it again")
+        end = -(-(offset + n_bytes) // align) * align
+        params, weights = params + elements, weights + n_bytes
+        by_type[word] = by_type.get(word, 0) + n_bytes
+        if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+            embedding_bytes += n_bytes
+            embedding = embedding or tuple(dims)
+        elif word in _REPACKED:
+            repack_bytes += n_bytes
+    data = -(-h.at // align) * align
+    if n_tensors and data + offset + n_bytes > h.size:
+        raise BadModel(f"the file is cut short: {h.size:,} bytes are there, the header "
+                       f"speaks of {data + offset + n_bytes:,}",
+                       "download the file again")
+    return _File(pairs, n_tensors, params, weights, embedding_bytes, repack_bytes,
+                 by_type, embedding)
 
 
 def _per_layer(value: Any, layers: int, default: int = 0) -> list:
-    "A scalar or per-layer array as one number a layer."
+    "A scalar or per-layer array as one number a layer; short arrays end in `default`."
+    if isinstance(value, _Long):
+        raise TypeError(f"{value.n} entries for {layers} layers")
     if isinstance(value, list):
-        return [int(v) for v in value[:layers]] + [default] * (layers - len(value))
-    return [default if value is None else int(value)] * layers
+        return [_natural_or_0(v) for v in value[:layers]] + [default] * (
+            layers - len(value))
+    return [default if value is None else _natural_or_0(value)] * layers
 
 
-def _kv_bytes(pairs: dict) -> int:
-    """KV bytes a token at f16, over the layers that hold every token (windowed and
-    recurrent layers have a constant size and count as 0).
+def _natural_or_0(value: Any) -> int:
+    "A count out of a header; what cannot be one is 0."
+    return int(value) if 0 <= value < 1 << 40 else 0
 
-    Dense: n_head_kv * (key + value) * 2 a layer; latent attention: one row of
-    key_length * 2 (llama.cpp: llama_kv_cache).  Guesses high when keys are missing.
+
+class _Shape:
+    "What each layer of one model keeps, worked out of the header's keys."
+
+    def __init__(self, pairs: dict, arch: str, width: int):
+        self.pairs, self.arch = pairs, arch
+        self.notes: list = []
+        self.n_embd = self.number("embedding_length") or width
+        total = self.number("block_count")
+        self.layers = total - self.number("nextn_predict_layers")
+        if not 0 < self.layers <= _MOST_LAYERS:
+            raise BadModel(f"the header of this {arch!r} model names "
+                           f"{fmt_n(self.layers)} layers",
+                           "give the first part of a split model"
+                           if not total else "this is no real model")
+        self.layers *= max(1, min(16, self.number("num_loops")))
+        self.window, self.windowed = self._windows()
+        self.recurrent = self._recurrent()
+        self._heads()
+        self.state_bytes, self.state_width = self._state()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.pairs.get(f"{self.arch}.{key}", default)
+
+    def number(self, key: str, default: int = 0) -> int:
+        value = self.get(key, default)
+        if isinstance(value, (list, _Long)):
+            raise TypeError(f"{key} is an array")
+        return _natural_or_0(value)
+
+    def hybrid(self) -> bool:
+        "Are there layers whose state cannot be rewound?"
+        return self.arch in _ALL_RECURRENT + _BY_INTERVAL + _BY_NO_KV + ("deepseek4",) \
+            or any(k.startswith((f"{self.arch}.ssm.", f"{self.arch}.wkv.",
+                                 f"{self.arch}.shortconv.", f"{self.arch}.kda."))
+                   for k in self.pairs)
+
+    def _windows(self) -> tuple:
+        "(window, [windowed?]); an unknown pattern counts every layer as full."
+        arch, none = self.arch, [False] * self.layers
+        window = self.number("attention.sliding_window", _WINDOWS.get(arch, 0))
+        pattern = self.get("attention.sliding_window_pattern")
+        if arch == "smallthinker" and window:
+            window = 4096
+        if arch == "exaone4":
+            window = (window or 4096) if self.layers == 64 else 0
+        if arch.startswith("lfm2") and window:
+            pattern = [1] * self.layers      # all that are not recurrent
+        if not window or arch == "phi3":     # the engine has it switched off there
+            return 0, none
+        if isinstance(pattern, list):
+            flags = [bool(v) for v in _per_layer(pattern, self.layers)]
+            if len(pattern) < self.layers:
+                self.notes.append("the window pattern is shorter than the layers")
+        else:
+            period, first = _PERIODS.get(arch, (0, False))
+            period = int(pattern) if isinstance(pattern, int) else period
+            if not period:
+                return 0, none               # the engine does not read the key there
+            flags = [bool(i % period) if first else i % period < period - 1
+                     for i in range(self.layers)]
+        return (window, flags) if any(flags) else (0, none)
+
+    def _recurrent(self) -> list:
+        "[has a recurrent state?] of all layers."
+        n, arch = self.layers, self.arch
+        if arch in _ALL_RECURRENT or arch == "falcon-h1":
+            return [True] * n
+        if arch in _BY_INTERVAL:
+            listed = self.get("attention.recurrent_layers")
+            if listed is not None:
+                return [bool(v) for v in _per_layer(listed, n)]
+            every = self.number("full_attention_interval", 4) or 4
+            return [(i + 1) % every != 0 for i in range(n)]
+        if not self.hybrid():
+            return [False] * n
+        kv = _per_layer(self.get("attention.head_count_kv"), n, 1)
+        wide = _per_layer(self.get("feed_forward_length"), n, 0) \
+            if arch.startswith("nemotron") else [0] * n
+        return [not heads and not ff for heads, ff in zip(kv, wide)]
+
+    def _heads(self) -> None:
+        "Elements of K and V a token, over full and over windowed layers."
+        n, arch = self.layers, self.arch
+        self.kv_full, self.kv_windowed = [0, 0], [0, 0]
+        self.layers_full = self.layers_windowed = 0
+        self.q8 = True
+        heads = self.get("attention.head_count")
+        if arch in _ALL_RECURRENT:
+            return
+        if not heads:
+            self.notes.append("the header names no attention heads")
+            heads = 1
+        for what, key in (("head_count", heads),
+                          ("head_count_kv", self.get("attention.head_count_kv"))):
+            if isinstance(key, list) and len(key) < n:
+                self.notes.append(f"{what} has {len(key)} entries for {n} layers")
+        heads = _per_layer(heads, n, max(_per_layer(heads, n)))
+        kv = self.get("attention.head_count_kv")
+        kv = heads if kv is None else _per_layer(kv, n, max(_per_layer(kv, n)))
+        width = self.n_embd // max(1, heads[0])
+        sizes = [self.number("attention.key_length") or width,
+                 self.number("attention.value_length") or width]
+        small = [self.number("attention.key_length_swa") or sizes[0],
+                 self.number("attention.value_length_swa") or sizes[1]]
+        latent = self.number("attention.key_length_mla") \
+            and self.number("attention.value_length_mla")
+        index = self.number("attention.indexer.key_length")
+        if not self.n_embd and not all(sizes):
+            raise BadModel(f"the header of this {arch!r} model names neither widths "
+                           "nor head sizes", "download another copy")
+        if arch in _OWN_CACHES:
+            self.notes.append(f"the caches of {arch!r} models are not known to toki")
+        own = 20 if arch == "gemma3n" else n - self.number(
+            "attention.shared_kv_layers")
+        for i in range(min(n, own)):
+            if self.recurrent[i] and arch != "falcon-h1":
+                continue
+            total = self.kv_windowed if self.windowed[i] else self.kv_full
+            k, v = small if self.windowed[i] else sizes
+            total[0] += kv[i] * k + (0 if self.windowed[i] else index)
+            total[1] += 0 if latent else kv[i] * v
+            self.q8 = self.q8 and not (k % 32 or (v % 32 and not latent))
+            self.layers_windowed += self.windowed[i]
+            self.layers_full += not self.windowed[i] and kv[i] > 0
+
+    def _state(self) -> tuple:
+        "(bytes a slot of all recurrent layers, elements a token of the widest part)."
+        n = sum(self.recurrent)
+        number, embd = self.number, self.n_embd
+        conv = number("ssm.conv_kernel")
+        inner = number("ssm.inner_size") + 2 * number("ssm.group_count") * number(
+            "ssm.state_size")
+        heads = _per_layer(self.get("attention.head_count"), 1)[0]
+        if number("wkv.head_size"):
+            row = number("token_shift_count", 2) * embd
+            state, inner = embd * number("wkv.head_size"), 2 * embd
+        elif number("shortconv.l_cache"):
+            row, state, inner = embd * (number("shortconv.l_cache") - 1), 0, embd
+        elif number("kda.head_dim"):
+            inner = heads * number("kda.head_dim")
+            row = 3 * (conv - 1 if conv else 3) * inner
+            state = number("kda.head_dim") * inner
+        elif self.arch == "minimax-01":
+            row, inner = 0, heads * number("attention.key_length")
+            state = inner * number("attention.key_length")
+        else:
+            row = max(0, conv - 1) * inner
+            state = number("ssm.state_size") * number("ssm.inner_size")
+        if n and not row + state:
+            self.notes.append("the size of the recurrent state is not in the header")
+        return 4 * (row + state) * n, inner if n else 0
+
+    def n_ff(self) -> int:
+        "Feed-forward elements that one token passes: dense, or the experts it uses."
+        widths = _per_layer(self.get("feed_forward_length"), self.layers)
+        expert = max(_per_layer(self.get("expert_feed_forward_length"), self.layers))
+        used = max(_per_layer(self.get("expert_used_count"), self.layers))
+        shared = self.number("expert_shared_feed_forward_length") or \
+            expert * self.number("expert_shared_count")
+        return max(max(widths), expert * used + shared)
+
+
+def split_names(name: str) -> tuple:
+    "All part names of the split model that `name` is part 1 of; () for other names."
+    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", name)
+    if found is None:
+        return ()
+    return tuple(f"{found[1]}-{i:05d}-of-{found[3]}.gguf"
+                 for i in range(1, int(found[3]) + 1))
+
+
+def read_facts(file: Any, size: int, name: str,
+               part: Optional[Callable[[str], tuple]] = None) -> ModelFacts:
+    """The facts of an open GGUF file; raises BadModel, and nothing else, for one that
+    is no model, is damaged or incomplete.
+
+    `part` opens another part of a split model: its file name to (file, bytes); it may
+    raise OSError.  Without it only the part at hand is summed, and a note says so.
     """
-    arch = str(pairs.get("general.architecture", ""))
-
-    def get(key: str, default: Any = None) -> Any:
-        return pairs.get(f"{arch}.{key}", default)
-    layers = min(int(get("block_count", 0) or 0)
-                 - int(get("nextn_predict_layers", 0) or 0), 4096)
-    if layers <= 0 or arch in ("mamba", "mamba2") or "rwkv" in arch:
-        return 0
-    heads = _per_layer(get("attention.head_count"), layers, 1)
-    heads_kv = _per_layer(get("attention.head_count_kv", heads), layers, heads[0])
-    width = int(get("embedding_length", 0) or 0) // max(1, max(heads))
-    key = int(get("attention.key_length", width) or width)
-    value = int(get("attention.value_length", width) or width)
-    if get("attention.key_length_mla") is not None:
-        return 2 * layers * key
-    interval = int(get("full_attention_interval", 4) or 4)
-    shared = int(get("attention.shared_kv_layers", 0) or 0)
-    total = 0
-    for i in range(layers - shared):
-        windowed = _is_windowed(arch, get, i)
-        recurrent = arch in ("qwen3next", "qwen35", "qwen35moe") and (i + 1) % interval
-        if not windowed and not recurrent:
-            total += heads_kv[i] * (key + value) * 2
-    return total
-
-
-def _is_windowed(arch: str, get: Callable, layer: int) -> bool:
-    if not get("attention.sliding_window"):
-        return False
-    pattern = get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        return layer < len(pattern) and bool(pattern[layer])
-    period = int(pattern or {"gemma3": 6, "gpt-oss": 2, "gemma2": 2, "cohere2": 4}.get(
-        arch, 0))
-    return period > 0 and layer % period < period - 1
-
-
-def read_facts(file: Any, size: int, name: str) -> ModelFacts:
-    "The facts of an open GGUF file; raises BadModel."
     try:
-        return _facts(_read_header(file, size), size, name)
-    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        return _facts(_read_header(file, size), size, name, part)
+    except (TypeError, ValueError, OverflowError, IndexError, struct.error) as error:
         raise BadModel(f"a key of the header has the wrong type: {error}",
                        "this is no real model") from None
 
 
-def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
-    arch = pairs.get("general.architecture")
-    if not isinstance(arch, str):
-        raise BadModel("the header names no architecture", "this file is no model")
+def _printable(text: str) -> str:
+    "A text of a file, fit for a terminal."
+    return "".join(c if c.isprintable() else "?" for c in text[:200])
 
-    def number(key: str) -> int:
-        value = pairs.get(f"{arch}.{key}")
-        return value if isinstance(value, int) and not isinstance(value, bool) else 0
-    if number("block_count") <= 0:
-        raise BadModel(f"the header of this {arch[:40]!r} model names no layers",
-                       "give the first part of a split model")
-    window = number("attention.sliding_window")
-    recurrent = arch.startswith(_RECURRENT) or any(
-        k.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv."))
-        for k in pairs)
-    kind = "append-only" if recurrent else "window" if window else "rewindable"
+
+def _facts(first: _File, size: int, name: str, part: Optional[Callable]) -> ModelFacts:
+    pairs = first.pairs
+    arch = pairs.get("general.architecture")
+    names = split_names(name)
+    if pairs.get("split.no") not in (None, 0):
+        raise BadModel("this is a later part of a split model", "give the first part"
+                       + (f": {names[0]}" if names else ""))
+    if not isinstance(arch, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", arch):
+        raise BadModel("the header names no architecture" if not isinstance(arch, str)
+                       else f"{arch[:80]!r} is no architecture",
+                       "this file is no model")
+    files, sizes = _part_files(first, size, name, names, part)
+    shape = _Shape(pairs, arch, first.embedding[0] if first.embedding else 0)
+    by_type: dict = {}
+    for f in files:
+        for word, n_bytes in f.by_type.items():
+            by_type[word] = by_type.get(word, 0) + n_bytes
+    count = pairs.get("split.count", 1)
+    if len(files) < count:
+        shape.notes.append(f"{count - len(files)} of {count} parts were not looked at")
     return ModelFacts(
-        str(pairs.get("general.name") or name), arch, kind, number("context_length"),
-        window, _kv_bytes(pairs), "tokenizer.chat_template" in pairs, size)
+        _printable(str(pairs.get("general.name") or name)), arch,
+        "append-only" if shape.hybrid() else "window" if shape.window
+        else "rewindable", shape.number("context_length"), shape.window,
+        2 * sum(shape.kv_full), any(k.startswith("tokenizer.chat_template")
+                                    for k in pairs),
+        sizes, sum(f.weight_bytes for f in files), sum(f.params for f in files),
+        sum(f.tensors for f in files), _quant(name, pairs, by_type), shape.layers,
+        shape.n_embd, shape.n_ff(), _n_items(pairs, "tokenizer.ggml.tokens"),
+        _n_items(pairs, "tokenizer.ggml.merges"), tuple(shape.kv_full),
+        tuple(shape.kv_windowed), shape.layers_full, shape.layers_windowed,
+        sum(shape.recurrent), shape.state_bytes, shape.state_width, shape.q8,
+        sum(f.embedding_bytes for f in files), sum(f.repack_bytes for f in files),
+        names if count > 1 else (), tuple(shape.notes))
+
+
+def _part_files(first: _File, size: int, name: str, names: tuple,
+           part: Optional[Callable]) -> tuple:
+    "([header of every part], bytes of all); BadModel names a part that is not right."
+    pairs = first.pairs
+    count = pairs.get("split.count", 1)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise BadModel("the number of parts is no number", "this is no real model")
+    if count <= 1 or part is None:
+        return [first], size
+    if len(names) != count or name != names[0]:
+        raise BadModel(f"the header speaks of {count} parts, the name {name[:80]!r} "
+                       "does not", "give the parts their own names again: "
+                       f"NAME-00001-of-{count:05d}.gguf and so on")
+    files = [first]
+    for number, other in enumerate(names[1:], 1):
+        try:
+            file, n_bytes = part(other)
+        except OSError as error:
+            raise BadModel(f"part {number + 1} of {count} is missing: {other} "
+                           f"({error.strerror or error})", "all parts belong into one "
+                           "folder") from None
+        with contextlib.closing(file):
+            found = _read_header(file, n_bytes)
+        if (found.pairs.get("split.no"), found.pairs.get("split.count")) != (
+                number, count):
+            raise BadModel(f"{other} is not part {number + 1} of {count} of this model",
+                           "download it again")
+        files.append(found)
+        size += n_bytes
+    wanted = pairs.get("split.tensors.count")
+    have = sum(f.tensors for f in files)
+    if wanted is not None and have != wanted:
+        raise BadModel(f"the parts hold {have} tensors, {wanted} belong to the model",
+                       "a part of another model is among them: download them again")
+    return files, size
+
+
+def _n_items(pairs: dict, key: str) -> int:
+    value = pairs.get(key)
+    return value.n if isinstance(value, _Long) else len(value) if isinstance(
+        value, list) else 0
+
+
+def _quant(name: str, pairs: dict, by_type: dict) -> str:
+    found = _QUANT_NAME.findall(name)
+    if found:
+        return found[-1].upper()
+    known = _FILE_TYPES.get(pairs.get("general.file_type"))
+    return known or max(by_type, key=by_type.get, default="unknown")
+
+
+# ============================================================================
+# 0. FIT - which context, how many slots, which KV type does this memory hold?
+#    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
+#    wishes_of, most_new_tokens, EngineReport, read_engine_report, plan_mismatches,
+#    fit_text, facts_text, facts_json, KV_TYPES.
+#
+#    need = weights + KV + windows + recurrent state + checkpoints + compute + output
+#           + the process itself, and page cache for one snapshot
+#    room = what is available, less a reserve for everybody else
+#
+#    The plan starts with what was wished.  While it does not fit: full-size windows go,
+#    and half of the checkpoints; the context shrinks to 4,096 tokens; slots go; KV
+#    becomes q8_0; the context shrinks to 512 tokens.  Each step is a sentence.  What
+#    the user fixed (--ctx, --slots, --kv-type) does not move.
+#
+#    Weights, KV, windows, state are exact (llama.cpp b11434: llama_kv_cache,
+#    llama_memory_recurrent); compute and process are fitted to what that engine was
+#    seen to use on the CPU, within max(5 %, 16 MiB) of its peak on all models tried.
+# ============================================================================
+# Bytes of an element: --cache-type-k and -v (ggml.h); q8_0 is 34 bytes for 32
+KV_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32,
+            "q5_0": 22 / 32, "q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32}
+_CTX_FLOOR = 512             # tokens; nothing useful runs below
+_CTX_USEFUL = 4096           # an agent's head alone is longer than less
+_CTX_MOST = 16384            # where nothing was asked
+_CHECKPOINTS = (32, 16)      # a slot; the engine's default, and the least that serves
+_MIB, _GIB = 1 << 20, 1 << 30
+_GPU_MARGIN = 1 << 30        # left free on a device, as the engine's own --fit does
+_DRIVER = 300 << 20          # host bytes of a GPU driver
+# Anonymous bytes of the engine's process beside its buffers (seen: b11434, CPU)
+_PROCESS, _PROCESS_SLOT = 9 * _MIB, 3 * _MIB // 4
+_VOCAB_TOKEN, _VOCAB_MERGE = 95, 150
+_SAMPLER_TOKEN = 12          # candidates of a slot that samples: id, logit, probability
+_PAGE_CACHE = 512 * _MIB     # at most, for snapshots on their way to and from the disk
+# Graphs of these are reserved with 40 nodes a token of a batch (graph_max_nodes)
+_WIDE_GRAPHS = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp", "kimi-linear",
+                "bailingmoe3", "minimax-01", "minimax-m3", "deepseek4", "nanbeige",
+                "hy_v4")
+_GRAPH_NODE = 1200           # bytes of one, in all copies of the graph
+
+
+class Gpu(NamedTuple):
+    "One device as its driver or the engine names it; bytes."
+    name: str
+    backend: str             # "CUDA", "ROCm", "Vulkan", "MTL", "SYCL", ...; "": unknown
+    total: int
+    free: int
+    gfx: str = ""            # AMD: gfx1151
+
+
+class Memory(NamedTuple):
+    "What a machine has; bytes."
+    total: int               # RAM, whatever limits there are
+    available: int           # for a new process: limits and page cache considered
+    limit: Optional[int] = None      # of the control group, when it is below the RAM
+    gpus: tuple = ()
+    unified: bool = False    # the GPU works in the same RAM: count it once
+    system: str = ""         # sys.platform
+
+    def room(self) -> int:
+        """Bytes that may be planned with: available, less a tenth of all or a GiB
+        (a quarter on small machines) for everybody else."""
+        whole = self.total if self.limit is None else min(self.total, self.limit)
+        reserve = max(whole // 10, min(_GIB, whole // 4))
+        room = max(0, min(self.available, whole) - reserve)
+        if self.unified and self.gpus:
+            room = min(room, max(g.free for g in self.gpus))
+        return room
+
+    def gpu_room(self) -> int:
+        "Bytes of memory of their own that the devices have free."
+        return 0 if self.unified else sum(
+            max(0, g.free - min(_GPU_MARGIN, g.total // 4)) for g in self.gpus)
+
+
+class Wishes(NamedTuple):
+    "What the user and toki want of an engine; `fixed` names what may not move."
+    ctx: int = 0             # tokens a slot; 0: up to 16,384
+    slots: int = 4
+    kv_type: str = "f16"     # K and V
+    swa_full: bool = True    # full-size windows, on models that have windows
+    memory: int = 0          # bytes in all; 0: what the machine has
+    fixed: tuple = ()        # of "ctx", "slots", "kv_type"
+    ubatch: int = 512
+    page_cache: bool = True  # a shelf is on
+    repack: bool = False     # a CPU build copies weights into an order of its own
+
+
+class MemoryPlan(NamedTuple):
+    "What the engine is started with, and the bytes it will need."
+    ctx: int                 # tokens a slot
+    slots: int
+    kv_type: str
+    swa_full: bool
+    checkpoints: int         # a slot; 0: the model needs none
+    gpu_layers: Optional[int]        # None: the engine's own choice
+    weights: int
+    kv: int                  # layers that hold every token, all slots
+    window: int              # windowed layers, all slots
+    state: int               # recurrent layers, all slots
+    checkpoint_bytes: int    # all slots, when all are taken
+    compute: int
+    output: int
+    process: int
+    repack: int              # copies of weights
+    page_cache: int
+    room: int
+    steps: tuple = ()        # what gave way, a sentence each
+    environment: tuple = ()  # (name, value) for the engine
+    guessed: tuple = ()      # what the header left out
+
+    @property
+    def total(self) -> int:
+        "Anonymous memory and weights of the engine at its peak."
+        return self.weights + self.kv + self.window + self.state + \
+            self.checkpoint_bytes + self.compute + self.output + self.process \
+            + self.repack
+
+
+def most_new_tokens(ctx: int, prompt_tokens: int) -> int:
+    "Tokens a reply can have after a prompt in a slot of `ctx`; at least 1."
+    return max(1, ctx - prompt_tokens)
+
+
+def wishes_of(config: Config) -> Wishes:
+    "The settings as wishes; flags in engine_args that change memory count."
+    words = config.engine_args.split()
+
+    def flag(names: str, default: str) -> str:
+        at = [i for i, w in enumerate(words[:-1]) if w in names.split()]
+        return words[at[-1] + 1] if at else default
+    given = flag("-ctk --cache-type-k", "")
+    kv_type = given or ("f16" if config.kv_type == "auto" else config.kv_type)
+    if kv_type not in KV_TYPES:
+        raise UsageError(f"{kv_type!r} is no type of KV", "one of "
+                         + ", ".join(KV_TYPES))
+    ubatch = flag("-ub --ubatch-size", "512")
+    fixed = [name for name, is_given in (
+        ("ctx", config.ctx), ("slots", config.origin["slots"] != "default"),
+        ("kv_type", given or config.kv_type != "auto")) if is_given]
+    return Wishes(config.ctx, max(1, config.slots), kv_type,
+                  memory=int(config.memory_gb * _GIB), fixed=tuple(fixed),
+                  ubatch=int(ubatch) if ubatch.isdigit() else 512,
+                  page_cache=config.shelf, repack="--no-repack" not in words)
+
+
+# ---- what a shape needs -----------------------------------------------------
+class _FitShape(NamedTuple):
+    "One shape to try."
+    ctx: int
+    slots: int
+    kv_type: str
+    swa_full: bool
+    checkpoints: int
+
+
+def _pad256(n: int) -> int:
+    return -(-n // 256) * 256
+
+
+def _cells(facts: ModelFacts, ctx: int, swa_full: bool, ubatch: int) -> tuple:
+    "(cells of the full layers, cells of the windowed ones) of one slot."
+    ctx = _pad256(ctx)
+    return ctx, ctx if swa_full else _pad256(min(ctx, facts.window + ubatch))
+
+
+def _row(elements: tuple, kv_type: str) -> float:
+    return sum(elements) * KV_TYPES[kv_type]
+
+
+def _elements(facts: ModelFacts) -> tuple:
+    return facts.kv_full if any(facts.kv_full) else (facts.kv_bytes / 2, 0)
+
+
+def _width(facts: ModelFacts) -> int:
+    """f32 elements a token of a batch in the compute buffer.
+
+    Seen to the element on llama, gemma 3, gpt-oss, lfm2 and qwen35: three feed-forward
+    rows and five of the embedding; recurrent mixers have rows of their own.
+    """
+    return max(3 * facts.n_ff, 4 * facts.state_width) + 5 * facts.n_embd + 16
+
+
+def _plan_of(facts: ModelFacts, s: _FitShape, wishes: Wishes) -> MemoryPlan:
+    "The bytes of one shape; nothing is judged here."
+    ub = wishes.ubatch
+    full, windowed = _cells(facts, s.ctx, s.swa_full, ub)
+    kv = int(s.slots * full * _row(_elements(facts), s.kv_type))
+    window = int(s.slots * windowed * _row(facts.kv_windowed, s.kv_type))
+    state = s.slots * facts.state_bytes
+    tail = _row(facts.kv_windowed, s.kv_type) * min(facts.window, s.ctx)
+    one = 0 if not s.checkpoints else facts.state_bytes + (
+        0 if s.swa_full else int(tail))
+    masks = 2 * ub * (full * bool(facts.layers_full or not facts.layers)
+                      + windowed * bool(facts.layers_windowed))
+    wide = facts.architecture in _WIDE_GRAPHS
+    process = _PROCESS + s.slots * (_PROCESS_SLOT + _SAMPLER_TOKEN * facts.n_vocab) \
+        + _VOCAB_TOKEN * facts.n_vocab + _VOCAB_MERGE * facts.n_merges \
+        + wide * 40 * ub * _GRAPH_NODE
+    page = min(_PAGE_CACHE, (kv + window + state) // s.slots) * wishes.page_cache
+    return MemoryPlan(
+        s.ctx, s.slots, s.kv_type, s.swa_full, s.checkpoints, None, facts.weight_bytes
+        or facts.size, kv, window, state, one * s.checkpoints * s.slots,
+        4 * ub * _width(facts) + masks, 4 * facts.n_vocab * s.slots, process,
+        facts.repack_bytes * wishes.repack, page, 0, (), (), facts.notes)
+
+
+# ---- the search ---------------------------------------------------------------
+class _Room(NamedTuple):
+    "Where a plan must fit: host bytes, device bytes, and how many layers go there."
+    host: int
+    gpu: int = 0
+    layers: str = ""         # "": one memory, "all": on the device, "some": both
+    cap: int = 0             # bytes in all, 0: no cap
+
+    def size(self) -> int:
+        return min(self.host + self.gpu, self.cap or 1 << 62)
+
+    def words(self) -> str:
+        return fmt_bytes(self.size()) if self.layers != "all" else \
+            fmt_bytes(min(self.gpu, self.size())) + " of the GPU's"
+
+    def left(self, facts: ModelFacts, p: MemoryPlan) -> int:
+        "Bytes to spare, negative when it does not fit."
+        spare = self.size() - p.total - p.page_cache
+        if not self.layers:
+            return spare
+        here = facts.embedding_bytes + p.output + p.process + p.checkpoint_bytes \
+            + p.page_cache + _DRIVER
+        there = p.weights - facts.embedding_bytes + p.kv + p.window + p.state
+        if self.layers == "all":
+            # the embeddings may serve as output weights too, and are copied then
+            return min(spare, self.host - here, self.gpu - there
+                       - facts.embedding_bytes - p.compute)
+        return min(spare, self.host + self.gpu - here - there - p.compute)
+
+    def gpu_layers(self, facts: ModelFacts, p: MemoryPlan) -> Optional[int]:
+        if self.layers != "some":
+            return None
+        each = (p.weights - facts.embedding_bytes + p.kv + p.window + p.state) \
+            / max(1, facts.layers)
+        return int(max(0, min(facts.layers, (self.gpu - p.compute) // max(1, each))))
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    "The largest multiple of 256 from low to high that fits; 0 when none does."
+    low, high = low // 256, high // 256
+    if not fits(low * 256):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * 256) else (low, middle - 1)
+    return low * 256
+
+
+class _Search:
+    "Shrinks a shape until it fits, and says what it did."
+
+    def __init__(self, facts: ModelFacts, wishes: Wishes, room: _Room,
+                 wanted: _FitShape):
+        self.facts, self.wishes, self.room, self.now = facts, wishes, room, wanted
+        self.steps: list = []
+
+    def plan(self, **changes: Any) -> MemoryPlan:
+        return _plan_of(self.facts, self.now._replace(**changes), self.wishes)
+
+    def fits(self, **changes: Any) -> bool:
+        return self.room.left(self.facts, self.plan(**changes)) >= 0
+
+    def step(self, what: str, **changes: Any) -> None:
+        p = self.plan()
+        self.steps.append(f"{what}: ~{fmt_bytes(p.total + p.page_cache)} needed, "
+                          f"{self.room.words()} may be used")
+        self.now = self.now._replace(**changes)
+
+    def context(self, least: int) -> bool:
+        "Shrink the context as little as will do."
+        if self.fits():
+            return True
+        if "ctx" in self.wishes.fixed or self.now.ctx <= least:
+            return False
+        ctx = _largest(lambda n: self.fits(ctx=n), least, self.now.ctx)
+        return bool(ctx) and self.shrink(ctx)
+
+    def shrink(self, ctx: int) -> bool:
+        if ctx != self.now.ctx:
+            self.step(f"context {fmt_n(self.now.ctx)} -> {fmt_n(ctx)} tokens a slot",
+                      ctx=ctx)
+        return True
+
+    def settle(self, least: int, kv_type: str, slots: Iterable[int]) -> bool:
+        "The first of these slot counts in which the least context fits; then its most."
+        ctx = self.now.ctx if "ctx" in self.wishes.fixed else least
+        for n in slots:
+            if self.fits(slots=n, ctx=ctx, kv_type=kv_type):
+                best = ctx if ctx == self.now.ctx else _largest(
+                    lambda c: self.fits(slots=n, ctx=c, kv_type=kv_type), ctx,
+                    self.now.ctx)
+                self.shrink(best)
+                if n != self.now.slots:
+                    self.step(f"slots {self.now.slots} -> {n}", slots=n)
+                if kv_type != self.now.kv_type:
+                    self.step(f"KV {self.now.kv_type} -> {kv_type}", kv_type=kv_type)
+                return True
+        return False
+
+    def run(self, floor: int) -> bool:
+        "True when something fits; `now` and `steps` say what."
+        facts, fixed, useful = self.facts, self.wishes.fixed, min(
+            _CTX_USEFUL, self.now.ctx)
+        if self.now.swa_full and not self.fits():
+            self.step("window layers keep their window only (no --swa-full)",
+                      swa_full=False, checkpoints=_CHECKPOINTS[0])
+        if self.now.checkpoints and not self.fits():
+            self.step(f"checkpoints {_CHECKPOINTS[0]} -> {_CHECKPOINTS[1]} a slot",
+                      checkpoints=_CHECKPOINTS[1])
+        if self.context(useful):
+            return True
+        types = [self.now.kv_type]
+        if "kv_type" not in fixed and facts.q8_kv and KV_TYPES["q8_0"] < KV_TYPES[
+                types[0]] and (facts.kv_bytes or facts.windowed_bytes):
+            types.append("q8_0")
+        many = range(self.now.slots, 0, -1)
+        one = (self.now.slots if "slots" in fixed else 1,)
+        return any(self.settle(useful, t, one if "slots" in fixed else many)
+                   for t in types) or (
+            floor < useful and self.settle(floor, types[-1], one))
+
+
+def _rooms(facts: ModelFacts, machine: Memory, wishes: Wishes) -> list:
+    "Where to try: on the devices, then on both; or in the one memory."
+    host, gpu = machine.room(), machine.gpu_room()
+    if not gpu:
+        return [_Room(host, cap=wishes.memory)]
+    return [_Room(host, gpu, "all", wishes.memory),
+            _Room(host, gpu, "some", wishes.memory)]
+
+
+def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPlan:
+    """The shape that comes nearest to the wishes and fits.
+
+    Raises UsageError with the numbers when 512 tokens in one slot do not fit, or what
+    the user fixed does not.
+    """
+    if machine.gpus:
+        wishes = wishes._replace(repack=False)
+    most = max(_CTX_FLOOR, (facts.n_ctx_train or 8192) // 256 * 256)
+    ctx = wishes.ctx or min(most, _CTX_MOST)
+    swa_full = facts.kind == "window" and wishes.swa_full
+    lasting = facts.kind == "rewindable" or swa_full
+    wanted = _FitShape(ctx, max(1, wishes.slots), wishes.kv_type, swa_full,
+                  0 if lasting else _CHECKPOINTS[0])
+    if wishes.kv_type.startswith(("q", "iq")) and not facts.q8_kv:
+        raise UsageError(f"the heads of this {facts.architecture} model are no "
+                         f"multiple of 32 wide: no {wishes.kv_type} KV",
+                         "leave --kv-type auto")
+    if not machine.total:                    # nothing is known: as wished
+        return _plan_of(facts, wanted, wishes)._replace(
+            steps=("memory unknown: nothing was fitted",))
+    rooms = _rooms(facts, machine, wishes)
+    for room in rooms:
+        search = _Search(facts, wishes, room, wanted)
+        if search.run(_CTX_USEFUL if room.layers == "all" else _CTX_FLOOR):
+            p = search.plan()
+            return p._replace(
+                gpu_layers=room.gpu_layers(facts, p), steps=tuple(search.steps),
+                room=room.size(), environment=_environment(machine))
+    raise _does_not_fit(facts, machine, wishes, wanted, rooms)
+
+
+def _environment(machine: Memory) -> tuple:
+    """What an engine needs to use the RAM of an integrated AMD GPU, such as gfx1151
+    (Ryzen AI MAX+ 395): without it only the carved-out VRAM (llama.cpp, build.md)."""
+    if machine.unified and machine.system.startswith("linux") and any(
+            g.backend == "ROCm" or g.gfx for g in machine.gpus):
+        return (("GGML_CUDA_ENABLE_UNIFIED_MEMORY", "1"),)
+    return ()
+
+
+def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _FitShape,
+                  rooms: list) -> UsageError:
+    "The refusal, with what is needed, what is there, and what would fit."
+    least = wanted._replace(
+        ctx=wishes.ctx if "ctx" in wishes.fixed else _CTX_FLOOR, swa_full=False,
+        slots=wanted.slots if "slots" in wishes.fixed else 1,
+        kv_type="q8_0" if facts.q8_kv and "kv_type" not in wishes.fixed
+        else wanted.kv_type,
+        checkpoints=0 if facts.kind == "rewindable" else _CHECKPOINTS[1])
+    p = _plan_of(facts, least, wishes)
+    need, kv = p.total + p.page_cache, p.kv + p.window + p.state
+    ways = "take a smaller model or quantization" + (
+        ", or a larger --memory-gb" if wishes.memory else "")
+    if "ctx" in wishes.fixed:
+        with contextlib.suppress(UsageError):
+            best = plan_memory(facts, machine, wishes._replace(
+                ctx=0, fixed=tuple(f for f in wishes.fixed if f != "ctx")))
+            ways = f"--ctx {best.ctx} with --slots {best.slots} fits"
+    return UsageError(
+        f"{facts.name} does not fit: {fmt_n(least.ctx)} tokens in {least.slots} slot"
+        f"{'s' if least.slots > 1 else ''} need ~{fmt_bytes(need)} (weights "
+        f"{fmt_bytes(p.weights)}, KV {fmt_bytes(kv)} as {least.kv_type}, the rest "
+        f"~{fmt_bytes(need - p.weights - kv)}); {fmt_bytes(rooms[-1].size())} may be "
+        f"used of {fmt_bytes(machine.available)} available",
+        ways + "; or run llama-server yourself and give --engine")
+
+
+# ---- what the engine says -----------------------------------------------------
+class EngineReport(NamedTuple):
+    "Bytes as the engine's log names them; a log without them has n == 0."
+    n: int
+    weights: int
+    kv: int                  # full and windowed layers
+    state: int
+    compute: int
+    output: int
+
+
+_REPORT_LINE = re.compile(
+    r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
+    r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+
+
+def read_engine_report(lines: Iterable[str]) -> EngineReport:
+    "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
+    sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
+    n = 0
+    for line in lines:
+        found = _REPORT_LINE.search(line)
+        if found:
+            n += 1
+            word = next(w for w in ("model", "compute", "output", "recurrent", "kv")
+                        if w in found[1])
+            sums[word] += float(found[2]) * _MIB
+    return EngineReport(n, *(int(sums[w]) for w in (
+        "model", "kv", "recurrent", "compute", "output")))
+
+
+def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
+    """Sentences for what the engine took otherwise than planned, with both numbers.
+
+    KV and state are exact to the log's rounding (0.01 MiB a line), the sum to
+    max(5 %, 16 MiB); [] for a log that says nothing.
+    """
+    if not report.n:
+        return []
+    out = []
+    for what, planned, said in (("KV", plan.kv + plan.window, report.kv),
+                                ("recurrent state", plan.state, report.state)):
+        if abs(planned - said) > 0.05 * _MIB:
+            out.append(f"{what}: {planned / _MIB:,.2f} MiB planned, the engine took "
+                       f"{said / _MIB:,.2f} MiB")
+    planned = plan.total - plan.checkpoint_bytes - plan.process
+    said = report.weights + report.kv + report.state + report.compute + report.output
+    if abs(planned - said) > max(0.05 * said, 16 * _MIB):
+        out.append(f"buffers in all: {fmt_bytes(planned)} planned, the engine took "
+                   f"{fmt_bytes(said)}")
+    return out
+
+
+# ---- in words -------------------------------------------------------------------
+def fit_text(plan: MemoryPlan) -> str:
+    "One line: what is needed, and of how much."
+    kv = plan.kv + plan.window + plan.state
+    rest = plan.total - plan.weights - kv - plan.checkpoint_bytes
+    return (f"fits: weights {fmt_bytes(plan.weights)} + KV {fmt_bytes(kv)} "
+            f"({plan.slots} slot{'s' * (plan.slots > 1)} of {fmt_n(plan.ctx)} tokens, "
+            f"{plan.kv_type}) + "
+            + (f"checkpoints ~{fmt_bytes(plan.checkpoint_bytes)} + "
+               if plan.checkpoint_bytes else "")
+            + f"work ~{fmt_bytes(rest)} = ~{fmt_bytes(plan.total)}"
+            + (f" of {fmt_bytes(plan.room)}" if plan.room else "")
+            + (", a guess: " + "; ".join(plan.guessed) if plan.guessed else ""))
+
+
+def facts_json(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> dict:
+    "Header facts, and the plan when there is one, for --json."
+    out = dict(facts._asdict(), windowed_bytes=facts.windowed_bytes)
+    if plan is not None:
+        out["plan"] = dict(plan._asdict(), total=plan.total,
+                           environment=dict(plan.environment))
+    return out
+
+
+def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
+    "Header facts, and the plan when there is one, as lines for people."
+    kind = {"rewindable": "every token can be rewound",
+            "window": f"{facts.layers_windowed} layers keep a window of "
+                      f"{fmt_n(facts.window)} tokens",
+            "append-only": f"{facts.layers_recurrent} layers have a state that cannot "
+                           "be rewound"}[facts.kind]
+    rows = [("model", facts.name),
+            ("architecture", f"{facts.architecture}, {facts.layers} layers"),
+            ("parameters", f"{fmt_n(facts.params)}, {facts.quant}"),
+            ("weights", f"{fmt_bytes(facts.weight_bytes)} in {facts.tensors} tensors; "
+             f"file {fmt_bytes(facts.size)}"
+             + (f" in {len(facts.parts)} parts" if facts.parts else "")),
+            ("memory", f"{facts.kind}: {kind}"),
+            ("KV", f"{fmt_bytes(facts.kv_bytes)} a token"
+             + (f" and {fmt_bytes(facts.windowed_bytes)} a token of the window"
+                if facts.windowed_bytes else "") + ", at f16"),
+            ("state", f"{fmt_bytes(facts.state_bytes)} a slot"
+             if facts.state_bytes else ""),
+            ("trained context", f"{fmt_n(facts.n_ctx_train)} tokens"),
+            ("chat template", "yes" if facts.template else
+             "none: chats get the engine's default format; give one with "
+             "--engine-args \"--chat-template NAME\"")]
+    rows += [("guessed", note) for note in facts.notes]
+    if plan is not None:
+        rows.append(("plan", fit_text(plan)))
+        rows += [("", step) for step in plan.steps]
+    wide = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(wide)}  {text}" for name, text in rows if text)
 
 
 # ============================================================================
@@ -8655,6 +9564,19 @@ class Proc:
             else:
                 os.killpg(pid, sig)
 
+    def memory_status(self) -> tuple:
+        """(total, available) bytes as Windows counts them, the commit limit considered;
+        (0, 0) elsewhere."""
+        import ctypes
+        if not hasattr(ctypes, "windll"):
+            return 0, 0
+        status = struct.pack("<II7Q", 64, *[0] * 8)      # MEMORYSTATUSEX
+        buffer = ctypes.create_string_buffer(status, 64)
+        if not ctypes.windll.kernel32.GlobalMemoryStatusEx(buffer):
+            return 0, 0
+        _, _, total, free, _, commit, *_ = struct.unpack("<II7Q", buffer.raw)
+        return total, min(free, commit)
+
     def birth(self, pid: int) -> str:
         """When a process started, as text that differs for a recycled pid; '' when
         there is none.  Linux: field 22 of /proc/PID/stat; elsewhere `ps`."""
@@ -8971,9 +9893,14 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 # ============================================================================
 # 20. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
-#    local_token, start_logging, cpu_count, OwnerLog, fresh_log.
+#    uses: WORDS, SETTINGS, FIT, EDGES.  offers: Places, places, detect_memory,
+#    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
+#    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
+#    start_logging, cpu_count, OwnerLog, fresh_log.
 # ============================================================================
+_EFFECTIVE = "effective.json"
+
+
 class Places(NamedTuple):
     "Folders and files of one toki; all below `state`."
     state: str
@@ -9023,20 +9950,227 @@ def places(env: dict, state_dir: str = "", system: str = sys.platform) -> Places
     return Places(state, os.path.join(config, "toki.ini"))
 
 
-def available_memory(edges: Edges) -> Optional[int]:
-    """Bytes that a new process may use: the smaller of what the system calls
-    available and what the control group leaves; None when unknown."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB",
-                      edges.disk.read_text("/proc/meminfo"))
-    room = int(found.group(1)) * 1024 if found else None
-    limit = edges.disk.read_text("/sys/fs/cgroup/memory.max").strip()
-    if limit.isdigit():
-        used = edges.disk.read_text("/sys/fs/cgroup/memory.current").strip()
-        cached = re.search(r"^inactive_file (\d+)", edges.disk.read_text(
-            "/sys/fs/cgroup/memory.stat"), re.M)
-        left = int(limit) - int(used or 0) + int(cached.group(1) if cached else 0)
-        room = left if room is None else min(room, left)
-    return room
+# ---- memory -------------------------------------------------------------------
+def _text(edges: Edges, path: str) -> str:
+    "A small system file; '' when it is not there or not for us."
+    with contextlib.suppress(OSError, UnicodeError):
+        return edges.disk.read_text(path).strip()
+    return ""
+
+
+def meminfo_memory(text: str) -> tuple:
+    "(total, available) bytes of /proc/meminfo; page cache counts as available."
+    kib = {k: int(n) * 1024 for k, n in re.findall(r"(?m)^(\w+):\s+(\d+) kB", text)}
+    free = kib.get("MemFree", 0) + kib.get("Cached", 0) // 2
+    return kib.get("MemTotal", 0), kib.get("MemAvailable", free)
+
+
+def group_memory(edges: Edges) -> tuple:
+    """(limit, left) bytes of the tightest control group above this process, v1 or v2;
+    (None, None) without one.  Used is what the group holds less its inactive cache."""
+    limit = left = None
+    for line in _text(edges, "/proc/self/cgroup").splitlines():
+        number, names, path = (line.split(":", 2) + ["", ""])[:3]
+        if number == "0" and not names:
+            base, files = "/sys/fs/cgroup", ("memory.max", "memory.high")
+            used, cached = "memory.current", "inactive_file"
+        elif "memory" in names.split(","):
+            base, files = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes",)
+            used, cached = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        steps = [s for s in path.split("/") if s and s != ".."]
+        for n in range(len(steps), -1, -1):
+            folder = "/".join([base, *steps[:n]])
+            words = [_text(edges, f"{folder}/{name}") for name in files]
+            limits = [int(w) for w in words if w.isdigit() and int(w) < 1 << 60]
+            if not limits:
+                continue
+            held = _text(edges, f"{folder}/{used}")
+            idle = re.search(rf"(?m)^{cached} (\d+)",
+                             _text(edges, f"{folder}/memory.stat"))
+            busy = max(0, int(held) if held.isdigit() else 0) - (
+                int(idle[1]) if idle else 0)
+            limit = min(limits + [limit or 1 << 60])
+            room = max(0, min(limits) - max(0, busy))
+            left = room if left is None else min(left, room)
+    return limit, left
+
+
+def vm_stat_memory(text: str) -> int:
+    "Bytes that macOS can give away: free, inactive, speculative, purgeable pages."
+    page = re.search(r"page size of (\d+)", text)
+    return (int(page[1]) if page else 4096) * sum(
+        int(n) for n in re.findall(
+            r"(?m)^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)", text))
+
+
+def listed_devices(text: str) -> list:
+    """[Gpu] of the engine's --list-devices; software renderers, accelerators without
+    memory and OpenVINO on the CPU are none."""
+    found = re.findall(r"(?m)^\s+(\S+?): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", text)
+    out = []
+    for name, words, total, free in found:
+        if int(total) and not re.search(
+                r"(?i)llvmpipe|lavapipe|swiftshader|basic render|softpipe", words) \
+                and not (name.startswith("OPENVINO") and "GPU" not in words):
+            gfx = re.search(r"(?i)\bgfx[0-9a-f]{3,4}\b", words)
+            out.append(Gpu(words, name.rstrip("0123456789"), int(total) << 20,
+                           int(free) << 20, gfx[0].lower() if gfx else ""))
+    return out
+
+
+def nvidia_devices(text: str) -> list:
+    """[Gpu] of `nvidia-smi --query-gpu=name,memory.total,memory.free
+    --format=csv,noheader,nounits`; 0 bytes where it says [N/A]: the RAM is shared."""
+    out = []
+    for line in text.splitlines():
+        cells = [c.strip() for c in line.rsplit(",", 2)]
+        if len(cells) == 3 and re.fullmatch(r"\d+|\[?N/A\]?", cells[1]):
+            total, free = (int(c) << 20 if c.isdigit() else 0 for c in cells[1:])
+            out.append(Gpu(cells[0], "CUDA", total, free))
+    return out
+
+
+def rocm_devices(text: str) -> list:
+    """[(Gpu, bytes of RAM it may use beside its own)] of `rocm-smi --showmeminfo vram
+    gtt --json`."""
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        out = []
+        for card, values in json.loads(text[text.index("{"):]).items():
+            def bytes_of(kind: str, of: dict = values) -> tuple:
+                total = int(of.get(f"{kind} Total Memory (B)", 0))
+                return total, total - int(of.get(f"{kind} Total Used Memory (B)", 0))
+            if card.startswith("card"):
+                (total, free), (gtt, _) = bytes_of("VRAM"), bytes_of("GTT")
+                out.append((Gpu(str(values.get("Card series", card)), "ROCm", total,
+                                free), gtt))
+        return out
+    return []
+
+
+def _amd_cards(edges: Edges) -> list:
+    "[(VRAM, free VRAM, GTT, free GTT)] of Linux's own count."
+    out = []
+    for name in edges.disk.listing("/sys/class/drm"):
+        if re.fullmatch(r"card\d+", name):
+            words = [_text(edges, f"/sys/class/drm/{name}/device/mem_info_{w}")
+                     for w in ("vram_total", "vram_used", "gtt_total", "gtt_used")]
+            if all(w.isdigit() for w in words):
+                vram, used, gtt, taken = map(int, words)
+                out.append((vram, vram - used, gtt, gtt - taken))
+    return out
+
+
+def _amd_names(edges: Edges) -> list:
+    "gfx names of the compute nodes: gfx_target_version 110501 is gfx1151."
+    base, out = "/sys/class/kfd/kfd/topology/nodes", []
+    for node in edges.disk.listing(base):
+        found = re.search(r"(?m)^gfx_target_version (\d+)",
+                          _text(edges, f"{base}/{node}/properties"))
+        if found and int(found[1]):
+            n = int(found[1])
+            out.append(f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}")
+    return out
+
+
+def _shares_ram(vram: int, gtt: int) -> bool:
+    "An AMD GPU inside the processor: little memory of its own, much of the RAM."
+    return vram <= 4 << 30 and gtt >= 8 << 30 and gtt >= 4 * vram
+
+
+def find_devices(edges: Edges, binary: str = "", system: str = sys.platform) -> tuple:
+    """((Gpu, ...), do they share the RAM?).
+
+    What an engine at hand lists is what it can use; without one the drivers' own tools
+    are asked.
+    """
+    gpus: list = []
+    amd = _amd_cards(edges) if system.startswith("linux") else []
+    names = _amd_names(edges) if system.startswith("linux") else []
+    shared = any(_shares_ram(vram, gtt) for vram, _, gtt, _ in amd)
+    listed = edges.proc.run([binary, "--list-devices"], 90)[1] if binary else ""
+    if "Available devices" in listed:
+        gpus = listed_devices(listed)
+    else:
+        if edges.proc.which("nvidia-smi"):
+            gpus = nvidia_devices(edges.proc.run([
+                "nvidia-smi", "--query-gpu=name,memory.total,memory.free",
+                "--format=csv,noheader,nounits"])[1])
+        if not gpus and edges.proc.which("rocm-smi"):
+            found = rocm_devices(edges.proc.run([
+                "rocm-smi", "--showmeminfo", "vram", "gtt", "--json"])[1])
+            gpus = [gpu for gpu, _ in found]
+            shared = shared or any(_shares_ram(gpu.total, gtt) for gpu, gtt in found)
+        if not gpus and names:
+            gpus = [Gpu(name, "ROCm", vram, free)
+                    for (vram, free, _, _), name in zip(amd, names)]
+    if names:
+        gpus = [g if g.gfx or g.backend not in ("ROCm", "Vulkan")
+                else g._replace(gfx=names[0]) for g in gpus]
+    if shared and amd:                       # what it may take of the RAM
+        gpus = [g if g.free > 8 << 30 else g._replace(
+            total=g.total + amd[0][2], free=g.free + amd[0][3]) for g in gpus]
+    return tuple(gpus), bool(gpus) and (
+        shared or any(g.backend in ("MTL", "Metal") or not g.total
+                      or re.search(r"\bGB10\b", g.name) for g in gpus))
+
+
+def _apple_devices(edges: Edges, total: int, gpus: tuple) -> tuple:
+    """Apple silicon's GPU: two thirds of the RAM up to 36 GB, three quarters above,
+    unless iogpu.wired_limit_mb says otherwise."""
+    if gpus or edges.proc.run(["sysctl", "-n", "hw.optional.arm64"])[1].strip() != "1":
+        return gpus
+    wired = edges.proc.run(["sysctl", "-n", "iogpu.wired_limit_mb"])[1].strip()
+    most = int(wired) << 20 if wired.isdigit() and int(wired) else (
+        total * 2 // 3 if total <= 36 << 30 else total * 3 // 4)
+    return (Gpu("Apple GPU", "MTL", most, most),)
+
+
+def detect_memory(edges: Edges, binary: str = "", system: str = sys.platform) -> Memory:
+    """What this machine has for an engine; `binary`: the engine that is asked for its
+    devices.  Nothing known is Memory(0, 0)."""
+    total = available = 0
+    limit = None
+    gpus, unified = find_devices(edges, binary, system)
+    if system.startswith("linux"):
+        total, available = meminfo_memory(_text(edges, "/proc/meminfo"))
+        limit, left = group_memory(edges)
+        if left is not None:
+            available = min(available, left)
+    elif system == "darwin":
+        size = edges.proc.run(["sysctl", "-n", "hw.memsize"])[1].strip()
+        total = int(size) if size.isdigit() else 0
+        available = vm_stat_memory(edges.proc.run(["vm_stat"])[1])
+        gpus = _apple_devices(edges, total, gpus)
+        unified = unified or any(g.backend == "MTL" for g in gpus)
+    elif system == "win32":
+        total, available = edges.proc.memory_status()
+    if unified:                              # 0: it takes what RAM there is
+        gpus = tuple(g if g.total else g._replace(total=total, free=available)
+                     for g in gpus)
+    return Memory(total, available, limit if limit and limit < total else None, gpus,
+                  unified, system)
+
+
+def effective_shape(edges: Edges, where: Places, model: str) -> dict:
+    "What the engine of this model file was last started with: ctx, slots, ...; or {}."
+    with contextlib.suppress(ValueError, AttributeError, TypeError, OSError):
+        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
+        return dict(known.get("models", {}).get(model, {}))
+    return {}
+
+
+def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None:
+    "Remember what the engine of this model file runs with; a full disk is no failure."
+    known: dict = {}
+    with contextlib.suppress(ValueError, OSError):
+        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
+    models = known.get("models") if isinstance(known, dict) else None
+    models = dict(models if isinstance(models, dict) else {}, **{model: shape})
+    with contextlib.suppress(OSError):
+        edges.disk.write(where.file(_EFFECTIVE), json.dumps(
+            {"schema": 1, "models": models}, indent=1).encode())
 
 
 def cpu_count() -> int:
@@ -9092,8 +10226,8 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 # ============================================================================
 # 21. ENGINE - one llama-server: talk, probe, start, watch, stop.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
-#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
+#    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
 _UBATCH = 512                    # llama-server's default; sets the window's cells
@@ -9125,9 +10259,12 @@ def _cells_slack(window: int) -> int:
 
 def model_facts(edges: Edges, path: str) -> ModelFacts:
     "Header facts of a model file; raises BadModel, also for a file that is not there."
+    def part(name: str) -> tuple:
+        other = os.path.join(os.path.dirname(path), name)
+        return edges.disk.open_binary(other), edges.disk.size(other)
     try:
         with edges.disk.open_binary(path) as f:
-            return read_facts(f, edges.disk.size(path), os.path.basename(path))
+            return read_facts(f, edges.disk.size(path), os.path.basename(path), part)
     except OSError as error:
         raise BadModel(f"{path}: {error.strerror or error}",
                        "give the path of a GGUF file") from None
@@ -9271,6 +10408,7 @@ class Engine:
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
+        self.kv_type = "f16"             # of a managed engine's slots
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -9488,31 +10626,13 @@ class Engine:
 
 
 # ---- starting one -----------------------------------------------------------
-def pick_context(facts: ModelFacts, asked: int, slots: int,
-                 memory: Optional[int]) -> int:
-    """Tokens of context for each slot: what was asked, else up to 16,384, as far as
-    the KV of all slots stays below half of the memory; a multiple of 256, 512 at least.
-
-    Raises UsageError when what was asked cannot fit.
-    """
-    most = facts.n_ctx_train or 8192
-    room = memory // 2 if memory else None
-    fits = most if not room or not facts.kv_bytes else \
-        room // (facts.kv_bytes * max(1, slots))
-    if asked:
-        if asked > fits and fits < most:
-            raise UsageError(
-                f"--ctx {asked} needs {fmt_bytes(asked * slots * facts.kv_bytes)} for "
-                f"{slots} slots; about {fmt_bytes(room or 0)} may be used",
-                f"try --ctx {max(512, fits // 256 * 256)} or fewer --slots")
-        return asked
-    return max(512, min(most, 16384, fits) // 256 * 256)
-
-
 def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
                  slots: int, ctx: int, threads: int, shelf: str, key_file: str,
-                 alias: str, swa_full: bool) -> tuple:
+                 alias: str, swa_full: bool,
+                 plan: Optional[MemoryPlan] = None) -> tuple:
     """(flags, dropped): the flags for the engine toki starts, by what --help knows.
+
+    `plan` adds KV type, checkpoints and layers on the GPU.
 
     Explicit slots and no unified cache, or idle slots are cleared at every launch; no
     host cache, or a pinned ask may swap another conversation into a busy slot.
@@ -9529,7 +10649,14 @@ def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
     if swa_full:
         wanted.append(("--swa-full",))
     elif facts.kind != "rewindable":
-        wanted += [("--checkpoint-min-step", "64"), ("--ctx-checkpoints", "32")]
+        wanted += [("--checkpoint-min-step", "64"), ("--ctx-checkpoints", str(
+            plan.checkpoints if plan is not None else 32))]
+    if plan is not None and plan.kv_type != "f16":
+        wanted += [("--cache-type-k", plan.kv_type), ("--cache-type-v", plan.kv_type)]
+    if plan is not None and plan.gpu_layers is not None:
+        wanted.append(("--n-gpu-layers", str(plan.gpu_layers)))
+    if "4: trace" in help_text:              # the log then tells what memory it took
+        wanted.append(("--log-verbosity", "4"))
     known = set(re.findall(r"--[a-z0-9][a-z0-9-]*", help_text))
     flags, dropped = [], []
     for flag in wanted:
@@ -9547,6 +10674,7 @@ class EngineProcess:
                  env: Optional[dict] = None):
         self.argv, self.edges, self.where = list(argv), edges, where
         self.env = env or {}             # what this engine's launches export
+        self.first_words: list = []      # until it listens: what memory it took
         self.process: Any = None
         self.tail: deque = deque(maxlen=200)
         self.pump: Optional[threading.Thread] = None
@@ -9574,6 +10702,8 @@ class EngineProcess:
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
+            if len(self.first_words) < 4000:
+                self.first_words.append(line)
             keep.emit(logging.makeLogRecord({"msg": line}))
         keep.close()
 
@@ -11580,7 +12710,9 @@ class Keeper:
         with contextlib.suppress(OSError):
             with self.edges.disk.open_binary(info.path) as f:
                 mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
-        return {"model": mark or info.path, "model_size": facts.size if facts else 0,
+        kv = {} if self.engine.kv_type == "f16" else {"kv": self.engine.kv_type}
+        return {**kv, "model": mark or info.path,
+                "model_size": facts.size if facts else 0,
                 "build": info.build, "slots": info.n_slots,
                 "swa_full": self.engine.swa_full,
                 "flags": self.config.engine_args if self.managed else "unknown"}
@@ -15710,8 +16842,8 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 # ============================================================================
 # 33. STACK - up, down, status: engine and daemon as one thing.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
-#    KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL.  offers: Daemon,
+#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
+#    RECALL, KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL.  offers: Daemon,
 #    running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
 #    why_text, cache_stats, given_flags.
 # ============================================================================
@@ -15746,6 +16878,16 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
     return None
 
 
+def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
+                 facts: ModelFacts) -> MemoryPlan:
+    "What fits now, for this engine and model, with the flags it is known to need."
+    known = _read_json(edges, where.file(_REMEDIES)).get(
+        plan["binary"] + " " + plan["model"], [])
+    wishes = wishes_of(config)
+    return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
+        repack=wishes.repack and "--no-repack" not in known))
+
+
 class Daemon:
     "One gateway in front of one engine, attached or started; `run` until stopped."
 
@@ -15762,6 +16904,7 @@ class Daemon:
         self.remedies = Remedies()       # changes without which this engine fails
         self.help_text = ""
         self.said: set = set()           # warnings that hold for every start
+        self.memory_plan: Optional[MemoryPlan] = None
         self.keeper: Optional[Keeper] = None
         self.server: Optional[FastServer] = None
         self.recall: Optional[Recall] = None
@@ -15770,9 +16913,10 @@ class Daemon:
     def _make_process(self) -> EngineProcess:
         plan, edges, where = self.plan or {}, self.edges, self.where
         facts = model_facts(edges, plan["model"])
-        slots = max(1, self.config.slots)
-        ctx = pick_context(facts, self.config.ctx, slots, available_memory(edges))
-        swa_full = facts.kind == "window"
+        self.memory_plan = fit = _memory_plan(self.config, where, edges, plan, facts)
+        slots, ctx, swa_full = fit.slots, fit.ctx, fit.swa_full
+        for line in (*fit.steps, fit_text(fit)):
+            log.info("memory: %s", line)
         port = edges.net.free_port()
         key_file = where.file("engine.key")
         key = secrets.token_urlsafe(24)
@@ -15786,7 +16930,7 @@ class Daemon:
             slots=slots, ctx=ctx, threads=self.config.threads,
             shelf=edges.disk.folder(where.shelf), key_file=key_file,
             alias=plan.get("alias") or os.path.basename(plan["model"]),
-            swa_full=swa_full)
+            swa_full=swa_full, plan=fit)
         if dropped:
             log.warning("this engine does not know %s; started without",
                         ", ".join(dropped))
@@ -15797,8 +16941,9 @@ class Daemon:
         self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
         self.engine.facts, self.engine.facts_given = facts, True
         self.engine.swa_full = swa_full and "--swa-full" not in dropped
-        return EngineProcess([plan["binary"], *flags], edges, where,
-                             launch_env(plan["binary"], where, edges))
+        self.engine.kv_type = fit.kv_type
+        return EngineProcess([plan["binary"], *flags], edges, where, {
+            **dict(fit.environment), **launch_env(plan["binary"], where, edges)})
 
     def _own_flags(self) -> list:
         "The user's flags for the engine, those left out that it does not know."
@@ -15826,6 +16971,17 @@ class Daemon:
         if text not in self.said:
             self.said.add(text)
             log.warning("%s", text)
+
+    def _check_memory(self, process: EngineProcess) -> None:
+        "The engine is up: what it took against the plan, and its shape for everybody."
+        fit, info = self.memory_plan, self.engine.info
+        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+            log.warning("memory otherwise than planned: %s", sentence)
+        save_effective(self.edges, self.where, self.plan["model"], {
+            "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
+            else fit.slots, "kv_type": fit.kv_type, "swa_full": self.engine.swa_full,
+            "bytes": fit.total, "steps": list(fit.steps),
+            "at": self.edges.clock.wall()})
 
     def _supervise(self) -> None:
         "Thread: keep the managed engine alive; pauses grow while it fails."
@@ -15879,7 +17035,9 @@ class Daemon:
         "Until the process ends; True when the engine became ready meanwhile."
         ready = False
         while process.alive() and not self.stop_flag.is_set():
-            ready = ready or self.keeper.state == "ready"
+            if not ready and self.keeper.state == "ready":
+                ready = True
+                self._check_memory(process)
             if ready:
                 self.keeper.hopeless = False
             self.stop_flag.wait(0.2)
@@ -16094,9 +17252,12 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
             f"(pid {record['pid']}); `toki down` stops it")
         return record
     engine, model = _resolve(config, where, edges, yes, say)
-    port = _choose_port(config, edges, say)
     plan = {"schema": 1, "binary": engine, "model": model,
             "alias": re.sub(r"\.gguf$", "", os.path.basename(model))}
+    fit = _memory_plan(config, where, edges, plan, model_facts(edges, model))
+    for line in (*fit.steps, fit_text(fit)):     # unfit is said here, not in a log
+        say("memory: " + line)
+    port = _choose_port(config, edges, say)
     edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
@@ -18999,7 +20160,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 # ============================================================================
 # 34. BENCH - toki's own cost, soak, and the everyday situations.
-#    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
+#    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, FIT, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
 #    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
 #    start_rig, stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
@@ -19200,14 +20361,14 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
     `default_flags`: as people start llama-server, else as toki starts it.
     """
     facts = model_facts(edges, model)
-    port, slots = edges.net.free_port(), max(1, config.slots)
-    ctx = pick_context(facts, config.ctx, slots, available_memory(edges))
+    fit = plan_memory(facts, detect_memory(edges, binary), wishes_of(config))
+    port, slots, ctx = edges.net.free_port(), fit.slots, fit.ctx
     edges.disk.remove(where.shelf)       # a rig starts cold
     for suffix in ("", "-wal", "-shm"):
         edges.disk.remove(where.file("shelf.db" + suffix))
     key_file = where.file("bench.key")
     edges.disk.write(key_file, b"bench\n")
-    swa_full = facts.kind == "window" and not default_flags
+    swa_full = fit.swa_full and not default_flags
     if default_flags:
         flags = ["--model", model, "--host", "127.0.0.1", "--port", str(port),
                  "--ctx-size", str(ctx * slots), "--metrics"]
@@ -19216,10 +20377,11 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
         flags, _ = engine_flags(
             engine_help(binary, edges), facts, model=model, port=port, slots=slots,
             ctx=ctx, threads=config.threads, shelf=edges.disk.folder(where.shelf),
-            key_file=key_file, alias=os.path.basename(model), swa_full=swa_full)
+            key_file=key_file, alias=os.path.basename(model), swa_full=swa_full,
+            plan=fit)
         key = "bench"
     flags += config.engine_args.split()
-    env = launch_env(binary, where, edges)
+    env = {**dict(fit.environment), **launch_env(binary, where, edges)}
     process = EngineProcess([binary, *flags], edges, where, env)
     process.start()
     engine = Engine(f"http://127.0.0.1:{port}", key, edges, facts, swa_full)
