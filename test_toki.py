@@ -652,8 +652,8 @@ class Ask:
 class ToolCall:
     """The text of one call, and which part of it each delta shows."""
 
-    def __init__(self, tool):
-        f = tool.get("function", tool)
+    def __init__(self, tool, index=0):
+        f, self.index = tool.get("function", tool), index
         self.name = f.get("name")
         self.args = json.dumps(sample_args(f.get("parameters")))
         self.head = f'<tool_call>\n{{"name": "{self.name}", "arguments": '
@@ -666,13 +666,37 @@ class ToolCall:
         if n_chars < len(self.head) or (self.named and upto == self.shown):
             return None
         piece, self.shown, f = self.args[self.shown:upto], upto, {}
-        call = {"index": 0}
+        call = {"index": self.index}
         if not self.named:
             call.update(id=self.id, type="function")
             f["name"], self.named = self.name, True
         if piece:
             f["arguments"] = piece
         return {"tool_calls": [dict(call, function=f)]}
+
+
+class ToolCalls:
+    "The calls of one reply, one after the other."
+
+    def __init__(self, tools, n):
+        self.calls = [ToolCall(tools[i % len(tools)], i) for i in range(n)]
+        self.text = "".join(c.text for c in self.calls)
+
+    def delta(self, n_chars):
+        for call in self.calls:
+            found = call.delta(n_chars)
+            if found or n_chars < len(call.text):
+                return found
+            n_chars -= len(call.text)
+        return None
+
+    def shown(self, n_chars):
+        "`tool_calls` of a plain reply of so many characters."
+        while self.delta(n_chars):
+            pass
+        return [{"type": "function", "id": c.id, "function": {
+            "name": c.name, "arguments": c.args[:c.shown]}}
+            for c in self.calls if c.named]
 
 
 def rand_id():
@@ -696,7 +720,7 @@ class FakeEngine:
                  swa_full=False, save_dir=None, unified=False, metrics=True,
                  api_key=None, prefill_ms_per_token=0.0, decode_ms=0.0, n_batch=2048,
                  vision=False, slots_endpoint=True, loading=False, model="fake",
-                 embeddings=False, reasoning=0, template=""):
+                 embeddings=False, reasoning=0, parallel=1, template=""):
         assert kind in ("rewindable", "window", "append-only"), kind
         self.n_slots, self.n_ctx, self.kind, self.window = slots, n_ctx, kind, window
         self.swa_full, self.save_dir, self.unified = swa_full, save_dir, unified
@@ -705,6 +729,7 @@ class FakeEngine:
         self.n_batch, self.slots_endpoint = n_batch, slots_endpoint
         self.loading, self.model = loading, model
         self.embeddings, self.reasoning, self.template = embeddings, reasoning, template
+        self.parallel = parallel            # calls in a reply that must call
         self.speech = ""                    # what every reply says, if not words
         self.n_swa = window if kind == "window" and not swa_full else 0
         self.cells = min(n_ctx, -(-(window + N_UBATCH) // 256) * 256)
@@ -1449,7 +1474,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if (dialect == "chat" and body.get("tools")
                     and body.get("tool_choice") == "required"):
                 for ask in asks[-n:]:
-                    ask.call = ToolCall(body["tools"][0])
+                    ask.call = ToolCalls(body["tools"], self.engine.parallel)
         if body.get("stream") is True:
             self.stream(asks)
         else:
@@ -1495,12 +1520,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 message["reasoning_content"] = ask.reasoning
             if ask.call:
                 message["content"] = ""
-                if ask.call.named or ask.call.delta(len(ask.text)):
-                    shown = ask.call.args[:ask.call.shown]
-                    message["tool_calls"] = [{
-                        "type": "function",
-                        "function": {"name": ask.call.name, "arguments": shown},
-                        "id": ask.call.id}]
+                calls = ask.call.shown(len(ask.text))
+                if calls:
+                    message["tool_calls"] = calls
             choice = {"finish_reason": ask.finish_reason(), "index": ask.index,
                       "message": message}
             if probs:
@@ -8920,6 +8942,43 @@ class RealTraps(Real):
         self.assertNotEqual(d.keeper.engine.info.kind, "rewindable")
 
 
+# A template that keeps thoughts only behind the last user message.
+THINKS = """\
+{%- set ns = namespace(last=0) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- if tools -%}<|im_start|>system
+{{ messages[0].content if messages[0].role == 'system' else '' }}
+
+# Tools
+{% for t in tools %}{{ t | tojson }}
+{% endfor %}Call one as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% elif messages[0].role == 'system' -%}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% elif m.role == 'tool' -%}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% elif m.role == 'assistant' -%}<|im_start|>assistant
+{% if loop.index0 > ns.last and m.reasoning_content -%}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif -%}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>
+{% endif -%}
+"""
+
+
 class RealShelf(Real):
     """Forks, parking, restarts on a real engine; efficiency by its own counter, so
     heads prefilled on the side count."""
@@ -8960,6 +9019,55 @@ class RealShelf(Real):
         d.close()
         server.stop()
         return row
+
+    def test_an_agent_whose_thoughts_the_template_drops(self):
+        """Twenty turns with tools: thoughts stand in the prompt until the user speaks
+        again, then they go, and everything behind the first of them moves."""
+        path = os.path.join(self.folder(), "thinks.jinja")
+        with open(path, "w") as f:
+            f.write(THINKS)
+        for model, least, *flags in (("llama-dense", 0.95), (
+                "qwen35", 0.9, "--checkpoint-min-step", "64")):
+            with self.subTest(model=model):
+                server = self.server(model, "--jinja", "--chat-template-file", path, *flags)
+                d = self.shelf_rig(server)
+                engine = toki.Engine(server.url)
+                oracle, c = toki.Oracle(engine), Client(d)
+                time.sleep(0.6)
+                before = toki.computed(engine)
+                for messages, message in self.tool_loop(c):
+                    oracle.add(messages, (message.get("reasoning_content") or "")
+                               + (message["content"] or ""), tools=self.LOOP_TOOLS)
+                self.assertEqual(oracle.asks, 20)
+                time.sleep(1.2)
+                self.assertGreater(oracle.tokens / (toki.computed(engine) - before), least)
+                d.close()
+                server.stop()
+
+    LOOP_TOOLS = [{"type": "function", "function": {
+        "name": name, "description": say(name, 40), "parameters": {
+            "type": "object", "properties": {"path": {"type": "string"}}}}}
+        for name in ("read", "write", "list")]
+
+    def tool_loop(self, c):
+        "(messages, the model's message) of 5 questions with 3 results each."
+        messages = [{"role": "system", "content": say("head", 150)}]
+        for q in range(5):
+            messages.append({"role": "user", "content": say(f"q{q}", 40)})
+            for step in range(4):
+                reply = c.chat(list(messages), 24, tools=self.LOOP_TOOLS)
+                message = reply["choices"][0]["message"]
+                yield list(messages), message
+                messages.append({"role": "assistant", "content": message["content"] or "",
+                                 "reasoning_content": message.get("reasoning_content")})
+                if step < 3:
+                    name = f"c{q}{step}"
+                    messages[-1]["tool_calls"] = [{
+                        "id": name, "type": "function", "function": {
+                            "name": "read", "arguments": json.dumps({"path": name})}}]
+                    messages.append({"role": "tool", "tool_call_id": name,
+                                     "content": say(name, 60)})
+
 
     def test_situations(self):
         for model, least, *flags in self.KINDS:
@@ -15001,6 +15109,177 @@ UNTESTED = {
     "F-68": "routing: no model is unloaded when idle"}
 
 
+class Sdks(Case):
+    "The SDKs of OpenAI and Anthropic as they are, and the errors they make of ours."
+    TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
+    PICTURE = ("data:image/png;base64,"
+               "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+               "awAAAABJRU5ErkJggg==")
+
+    def sdk(self, name):
+        try:
+            return __import__(name)
+        except ImportError:
+            missing(f"the package {name} is not installed")
+
+    def openai(self, d, **more):
+        return self.sdk("openai").OpenAI(base_url=d.url() + "/v1", api_key="any",
+                                         max_retries=0, **more)
+
+    def anthropic(self, d, key=None):
+        return self.sdk("anthropic").Anthropic(
+            base_url=d.url() + "/anthropic", max_retries=0,
+            api_key=key or toki.local_token(toki.REAL, d.where, create=False))
+
+    def test_openai_chat_tools_in_parallel(self):
+        fake = self.fake(parallel=2)
+        c = self.openai(self.daemon(fake))
+        tools = [{"type": "function", "function": {"name": "weather",
+                                                   "parameters": self.TOOL}}]
+        ask = dict(model="m", max_tokens=200, tools=tools, tool_choice="required",
+                   messages=[{"role": "user", "content": say(1, 60)}])
+        plain = c.chat.completions.create(**ask).choices[0].message
+        self.assertEqual([x.function.name for x in plain.tool_calls], ["weather"] * 2)
+        self.assertEqual(len({x.id for x in plain.tool_calls}), 2)
+        with c.chat.completions.stream(**ask) as s:
+            whole = s.get_final_completion().choices[0].message
+        self.assertEqual([(x.function.name, x.function.arguments)
+                          for x in whole.tool_calls],
+                         [(x.function.name, x.function.arguments)
+                          for x in plain.tool_calls])
+        more = c.chat.completions.create(**dict(ask, messages=[
+            *ask["messages"], plain.model_dump(exclude_none=True),
+            *({"role": "tool", "tool_call_id": x.id, "content": "sun"}
+              for x in plain.tool_calls)]))
+        self.assertEqual(more.model_extra["cache"]["kind"], "hit")
+        self.assertLess(more.model_extra["cache"]["computed_tokens"], 120)
+
+    def test_openai_errors_have_their_types(self):
+        o = self.sdk("openai")
+        d = self.daemon(self.fake(n_ctx=1024), strict_models="on", max_queue=0)
+        c = self.openai(d)
+        ask = dict(model="fake", max_tokens=4,
+                   messages=[{"role": "user", "content": "hello"}])
+        for more, kind, code, param in (
+                ({"messages": [{"role": "user", "content": say(1, 3000)}]},
+                 o.BadRequestError, "context_length_exceeded", None),
+                ({"model": "other"}, o.NotFoundError, "model_not_found", None),
+                ({"top_logprobs": 3}, o.BadRequestError, None, "top_logprobs"),
+                ({"messages": [{"role": "user", "content": [
+                    {"type": "image_url", "image_url": {"url": self.PICTURE}}]}]},
+                 o.BadRequestError, None, "messages")):
+            with self.subTest(kind=kind.__name__, param=param):
+                with self.assertRaises(kind) as caught:
+                    c.chat.completions.create(**dict(ask, **more))
+                if code:
+                    self.assertEqual(caught.exception.code, code)
+                if param:
+                    self.assertEqual(caught.exception.param, param)
+        self.assertTrue(self.openai(self.daemon(self.fake(vision=True)))
+                        .chat.completions.create(**dict(ask, messages=[
+                            {"role": "user", "content": [
+                                {"type": "image_url", "image_url": {"url": self.PICTURE}},
+                                {"type": "text", "text": "what is it?"}]}])).choices)
+
+    def test_openai_responses_with_tools(self):
+        fake = self.fake(parallel=2)
+        c = self.openai(self.daemon(fake))
+        tools = [{"type": "function", "name": "weather", "parameters": self.TOOL,
+                  "strict": False}]
+        ask = dict(model="m", input=say(1, 60), tools=tools, tool_choice="required",
+                   max_output_tokens=200)
+        first = c.responses.create(**ask)
+        calls = [i for i in first.output if i.type == "function_call"]
+        self.assertEqual([x.name for x in calls], ["weather"] * 2)
+        results = [{"type": "function_call_output", "call_id": x.call_id,
+                    "output": "sun"} for x in calls]
+        second = c.responses.create(model="m", previous_response_id=first.id, tools=tools,
+                                    input=results, max_output_tokens=5)
+        third = c.responses.create(model="m", tools=tools, store=False, input=[
+            {"role": "user", "content": ask["input"]},
+            *(i.model_dump(exclude_none=True) for i in first.output), *results],
+            max_output_tokens=5)
+        self.assertEqual(second.usage.input_tokens, third.usage.input_tokens)
+        self.assertGreater(second.usage.input_tokens_details.cached_tokens, 100)
+        with c.responses.stream(**ask) as s:
+            kinds = [e.type for e in s]
+            final = s.get_final_response()
+        self.assertEqual((kinds[0], kinds[-1]), ("response.created", "response.completed"))
+        self.assertEqual([i.name for i in final.output if i.type == "function_call"],
+                         ["weather"] * 2)
+        o = self.sdk("openai")
+        with self.assertRaises(o.BadRequestError) as caught:
+            c.responses.create(model="m", input="x", previous_response_id="resp_nope")
+        self.assertEqual(caught.exception.code, "previous_response_not_found")
+
+    def test_anthropic_messages(self):
+        a = self.sdk("anthropic")
+        d = self.daemon(self.fake(parallel=2, n_ctx=2048))
+        c = self.anthropic(d)
+        tools = [{"name": "weather", "input_schema": self.TOOL}]
+        messages = [{"role": "user", "content": say(1, 60)}]
+        ask = dict(model="m", max_tokens=200, system="Be brief.", messages=messages,
+                   tools=tools, tool_choice={"type": "any"})
+        one = c.messages.create(**ask)
+        uses = [b for b in one.content if b.type == "tool_use"]
+        self.assertEqual(([u.name for u in uses], one.stop_reason),
+                         (["weather"] * 2, "tool_use"))
+        more = [*messages, {"role": "assistant", "content": one.content},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": u.id,
+                                              "content": "sun"} for u in uses]}]
+        with c.messages.stream(**dict(ask, messages=more)) as s:
+            two = s.get_final_message()
+        self.assertGreater(two.usage.cache_read_input_tokens, 100)
+        n = c.messages.count_tokens(model="m", messages=messages).input_tokens
+        self.assertGreater(n, 60)
+        with self.assertRaises(a.AuthenticationError):
+            self.anthropic(d, "sk-foreign").messages.create(**ask)
+        with self.assertRaises(a.BadRequestError) as caught:
+            c.messages.create(**dict(ask, messages=[
+                {"role": "user", "content": say(1, 3000)}]))
+        self.assertRegex(caught.exception.body["error"]["message"],
+                         r"^prompt is too long: \d+ tokens > 2048 maximum$")
+        told = c.messages.create(**dict(ask, messages=[{"role": "user", "content": [
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                         "data": self.PICTURE.split(",")[1]}}]}]))
+        self.assertTrue(told.content)    # agents send screenshots: said, not refused
+        with self.assertRaises(a.NotFoundError):
+            c.messages.batches.list()
+
+
+class RealSdks(Real):
+    "The same SDKs on a real engine."
+
+    def test_chat_messages_and_responses(self):
+        o, a = Sdks.sdk(self, "openai"), Sdks.sdk(self, "anthropic")
+        d = self.daemon(self.server("llama-dense"))
+        c = o.OpenAI(base_url=d.url() + "/v1", api_key="any", max_retries=0)
+        head = say(1, 90)
+        one = c.responses.create(model="m", instructions=head, input="one",
+                                 max_output_tokens=8)
+        two = c.responses.create(model="m", input="two", max_output_tokens=8,
+                                 instructions=head, previous_response_id=one.id)
+        self.assertGreater(two.usage.input_tokens_details.cached_tokens,
+                           one.usage.input_tokens - 8)
+        events = list(c.responses.create(model="m", instructions=head, input="three",
+                                         max_output_tokens=8, stream=True))
+        self.assertEqual(events[0].type, "response.created")
+        self.assertIn(events[-1].type, ("response.completed", "response.incomplete"))
+        token = toki.local_token(toki.REAL, d.where, create=False)
+        m = a.Anthropic(base_url=d.url() + "/anthropic", api_key=token, max_retries=0)
+        first = m.messages.create(model="m", max_tokens=8, system=head,
+                                  messages=[{"role": "user", "content": "one"}])
+        with m.messages.stream(model="m", max_tokens=8, system=head, messages=[
+                {"role": "user", "content": "one"},
+                {"role": "assistant", "content": first.content},
+                {"role": "user", "content": "two"}]) as s:
+            last = s.get_final_message()
+        self.assertGreater(last.usage.cache_read_input_tokens, 90)
+        self.assertEqual(m.messages.count_tokens(
+            model="m", system=head, messages=[{"role": "user", "content": "one"}]
+        ).input_tokens, first.usage.input_tokens + first.usage.cache_read_input_tokens)
+
+
 class FieldReports(Case):
     def test_every_report_has_a_test(self):
         wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
@@ -15231,7 +15510,7 @@ ROOMS = {
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
     "AGENTS": (AgentsRoom, AgentShapes), "LAUNCH": (LaunchRoom,),
     "WIRED": (WiredRoom,),
-    "GATEWAY": (GatewayRoom, ResponsesRoute),
+    "GATEWAY": (GatewayRoom, Sdks, ResponsesRoute),
     "INSTALL": (Install, InstallLlama, Compile, InstallScript,
                 InstallBat),
     "STACK": (Stack,), "SERVICE": (Service,),
@@ -15240,6 +15519,7 @@ ROOMS = {
     "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
+             RealSdks,
              RealPage)}
 
 
