@@ -2078,6 +2078,44 @@ EMBED_DIGEST = "56aba3f1405dc3e4"
 class Wire(Case):
     USER = [{"role": "user", "content": "hi"}]
 
+    def test_sub_agents_under_one_session_are_conversations_of_their_own(self):
+        def key(session, task, tools="f", more=()):
+            ask = toki.parse_ask("chat", {"messages": [
+                {"role": "system", "content": "S"}, {"role": "user", "content": task},
+                *more], "tools": [{"function": {"name": tools}}]},
+                {"x-claude-code-session-id": session} if session else {})
+            return ask.conversation, ask.named, ask.family
+        main = key("a", "do it")
+        self.assertEqual(key("a", "do it", more=[{"role": "assistant", "content": "x"}]),
+                         main)
+        self.assertEqual(len({main[0], key("a", "look")[0], key("b", "do it")[0],
+                              key("a", "do it", "g")[0], key("", "do it")[0]}), 5)
+        self.assertEqual((main[2], main[1]), (key("a", "look")[2], True))
+        self.assertEqual(key("", "do it")[1:], (False, ""))
+
+    def test_titles_are_known_by_their_shape(self):
+        def klass(**more):
+            return toki.parse_ask("chat", dict({"messages": [
+                {"role": "user", "content": "hi"}]}, **more)).klass
+        tool = {"type": "function", "function": {"name": "session_title"}}
+        self.table((
+            ("little output", {"max_tokens": 60}, "oneshot"),
+            ("a schema", {"response_format": {"type": "json_schema"}}, "oneshot"),
+            ("a forced title", {"tools": [tool], "tool_choice": tool}, "oneshot"),
+            ("a chat", {"max_tokens": 4000}, "chat"), ("an agent", {"tools": [tool]},
+                                                       "agent")),
+            lambda more: klass(**more))
+
+    def test_more_output_than_fits_is_clamped(self):
+        for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+            ask = toki.parse_ask("chat", {"messages": [{"role": "user", "content": "x"}],
+                                          name: 32000})
+            core = toki.core_json(ask)
+            self.assertEqual(json.loads(toki.engine_json(ask, core, 1, 700))[name], 700)
+            self.assertEqual(json.loads(toki.engine_json(ask, core, 1, 40000))[name],
+                             32000)
+            self.assertEqual(json.loads(toki.engine_json(ask, core, 1))[name], 32000)
+
     def test_engine_controls_belong_to_toki(self):
         r = toki.parse_ask("chat", {
             "messages": self.USER, "id_slot": 3, "n_cache_reuse": 9, "cache_prompt": False,
@@ -2351,6 +2389,27 @@ class BookRoom(Case):
 
 
 class Decide(Case):
+    def test_a_parent_keeps_its_slot_while_its_child_runs(self):
+        "Idle for long, it is still the one that comes back for certain."
+        def agent(n, session, parent=""):
+            return toki.parse_ask("chat", {
+                "messages": [{"role": "user", "content": f"task {n}"}],
+                "tools": [{"type": "function", "function": {"name": "f"}}]},
+                {"x-session-id": session, "x-parent-session-id": parent})
+        for named, victim in ((True, 1), (False, 0)):
+            with self.subTest(named=named):
+                w = World(slots=3)
+                w.run(agent(1, "main"), turn(1, 10))
+                w.now += 900
+                w.run(agent(2, "other"), turn(2, 10, list(range(5000, 6000))))
+                w.now += 600
+                child = agent(3, "kid", "main" if named else "")
+                self.assertEqual(w.start(child, turn(3, 10, list(range(7000, 8000)))).slot,
+                                 2)
+                w.now += 1
+                plan = w.plan(agent(4, "new"), turn(4, 10, list(range(9000, 9900))))
+                self.assertEqual(plan.slot, victim)
+
     def test_agents_with_one_head_get_slots_of_their_own(self):
         w = World()
         self.assertEqual([w.run(request_of(str(a)), turn(a, 1)).slot for a in range(3)],
@@ -4380,7 +4439,8 @@ class ShelfRoom(Case):
                 ([trial(0, 0, 0)], "exact"), ([trial(0, 0.05, 0)], "within noise"),
                 ([trial(0.3, 0.3, 0.2)], "within noise"),
                 ([trial(0, 0.06, 0)], "diverges"), ([trial(0, 0, 0, 3)], "not reused"),
-                ([trial(0.2, 0.1, 0.1)], "diverges")):
+                ([trial(0.0727, 0.0727, 0)], "within noise"),    # seen: SmolLM2 Q4_1
+                ([trial(0.1, 0.2, 0.1)], "diverges")):
             self.assertEqual(toki.judge_trials(trials, 300), verdict)
 
     def test_an_attached_engine_that_changed_loses_its_old_snapshots(self):
@@ -4674,6 +4734,25 @@ def say(seed, n=60):
 
 
 class KeeperRoom(Case):
+    def test_rates_outlive_the_daemon(self):
+        fake, state = self.fake(prefill_ms_per_token=0.2, decode_ms=1), self.folder()
+        d = self.daemon(fake, state=state)
+        Client(d).chat(say(1, 90))
+        rate = d.keeper.document()["rates"]["prefill_ms_per_token"]
+        d.close()
+        d = self.daemon(fake, state=state)
+        again = d.keeper.document()["rates"]
+        self.assertEqual(again["prefill_ms_per_token"], rate)
+        d.close()
+        d = self.daemon(self.fake(model="another"), state=state)
+        new = d.keeper.document()["rates"]
+        d.close()
+        self.assertIsNone(new["prefill_ms_per_token"])
+        with open(os.path.join(state, "rates.json"), "w") as f:
+            f.write('{"x": [1')
+        self.assertEqual(Client(self.daemon(fake, state=state)).chat("x")["object"],
+                         "chat.completion")
+
     def test_each_turn_computes_only_what_is_new(self):
         d = self.daemon(self.fake())
         c, head = Client(d), {"role": "system", "content": say(1, 900)}
@@ -5131,6 +5210,45 @@ class Http(Case):
 # GATEWAY
 # ============================================================================
 class GatewayRoom(Case):
+    def test_output_is_clamped_and_said(self):
+        "Agents ask for 32,000 tokens wherever they are."
+        fake, bodies = self.fake(n_ctx=1024), []
+        fake.inject(lambda path, body: bodies.append(body)
+                    if path == "/v1/chat/completions" else None)
+        reply = Client(self.daemon(fake)).chat(say(1, 60), 32000)
+        self.assertEqual(bodies[-1]["max_tokens"], 1024 - reply["usage"]["prompt_tokens"])
+        self.assertEqual(reply["cache"]["steadied"], ["max_tokens"])
+
+    def test_doors_that_are_not_here_say_so(self):
+        "WebSockets, codings, old fields and the probes of other brands: JSON, at once."
+        c = Client(self.daemon(self.fake()))
+        code, _, payload = c.http("GET", "/v1/responses", headers={
+            "Connection": "Upgrade", "Upgrade": "websocket"})
+        self.assertEqual(code, 426)
+        self.assertIn("WebSocket", json.loads(payload)["error"]["message"])
+        for path in ("/api/v1/models", "/api/show", "/api/tags", "/v1/props", "/props",
+                     "/version", "/completion", "/infill", "/v1/responses/compact"):
+            for method in ("GET", "POST"):
+                code, _, payload = c.http(method, path, {} if method == "POST" else None)
+                self.assertIn(code, (404, 405), path)
+                self.assertTrue(json.loads(payload)["error"]["message"], path)
+        error = c.chat("x", 4, 400, functions=[{"name": "f"}])["error"]
+        self.assertEqual(error["param"], "functions")
+
+    def test_zstd_where_python_can(self):
+        c = Client(self.daemon(self.fake()))
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        try:
+            from compression import zstd
+            raw, status = zstd.compress(json.dumps(body).encode()), 200
+        except ImportError:
+            raw, status = b"(\xb5/\xfd", 415
+        code, _, payload = c.http("POST", "/v1/chat/completions", raw=raw,
+                                  headers={"Content-Encoding": "zstd"})
+        self.assertEqual(code, status, payload)
+        if status == 415:
+            self.assertIn("gzip", json.loads(payload)["error"]["message"])
+
     def test_plain_reply_equals_the_engines_but_for_cache(self):
         fake = self.fake()
         d = self.daemon(fake)
