@@ -6569,6 +6569,12 @@ class RegistryRoom(Case):
             with self.assertRaises(toki.UsageError):
                 toki.read_yaml_entries(tree, "old.yaml")
 
+    def test_every_key_is_in_the_readme(self):
+        with open(os.path.join(HERE, "README.md"), encoding="utf-8") as f:
+            readme = f.read()
+        for key, _, meaning in toki.ENTRY_KEYS:
+            self.assertIn(f"| `{key}` | {meaning} |", readme)
+
     def test_names(self):
         self.table((("quant once", ("Org/Qwen-8B-GGUF", "Q4_K_M"), "qwen-8b-q4_k_m"),
                     ("already there", ("x/M-Q4_K_M", "Q4_K_M"), "m-q4_k_m"),
@@ -6747,6 +6753,11 @@ class ModelsRoom(ModelsCase):
                                          force=True, in_use=copy))
         remove("a", purge=True)
         self.assertFalse(os.path.exists(os.path.dirname(copy)))
+        own = os.path.join(self.where.models, "own.gguf")
+        toki.REAL.disk.write(own, gguf_bytes(9, 50))
+        self.take(own, link=True)
+        remove("own", purge=True)
+        self.assertTrue(os.path.exists(own), "put there by the user")
         self.assertIn("perhaps aaa", self.words(
             toki.Missing, toki.parse_registry('{"models":{"aaa":{"file":"x"}}}', "m")
             .need, "aab"))
@@ -6771,6 +6782,12 @@ class ModelsRoom(ModelsCase):
             return [f[0] for f in toki.check_models(self.config(), self.where,
                                                     self.edges, **more)]
         self.assertEqual(levels(), ["OK", "OK"])
+        for key in ("binary", "engine"):
+            toki.change_registry(self.config(), self.where, self.edges, lambda raw:
+                                 raw["models"]["a"].update({key: "nope"}))
+            self.assertEqual(levels(), ["OK", "FAIL"])
+            toki.change_registry(self.config(), self.where, self.edges, lambda raw:
+                                 raw["models"]["a"].pop(key))
         self.assertEqual(levels(sums=True), ["OK", "FAIL"])
         with open(copy, "ab") as f:
             f.write(b"x")
@@ -7243,7 +7260,9 @@ class PullRoom(ModelsCase):
         self.assertEqual((raw["ctx"], raw["mine"]), (777, 1))
         self.assertIn("belongs to", self.words(toki.UsageError, self.pull, name="eyes"))
         self.said.clear()
-        self.assertEqual(self.pull(self.REPO + ":BF16", urls=True), "")
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(self.pull(self.REPO + ":BF16", urls=True), "")
+        self.assertEqual(len(self.said), 2)
         url, digest, size, path = self.said[-1].split(" ")
         self.assertEqual(path, "BF16/Qwen-8B-BF16-00002-of-00002.gguf")
         self.assertEqual((len(digest), url[:len(self.hub.base)]), (64, self.hub.base))
@@ -7268,6 +7287,13 @@ class PullRoom(ModelsCase):
     def test_nobody_answers(self):
         self.assertIn("cannot be reached", self.words(
             toki.TokiError, self.pull, hub="http://127.0.0.1:9"))
+
+        class Net(toki.Net):
+            def visit(net, url, headers, timeout=30):
+                raise OSError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed")
+        real, self.edges = self.edges, self.edges._replace(net=Net())
+        self.assertIn("SSL_CERT_FILE", self.words(toki.TokiError, self.pull))
+        self.edges = real
         self.assertIn("no address", self.words(toki.UsageError, self.pull, hub="hub"))
 
 

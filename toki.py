@@ -6440,6 +6440,9 @@ class EngineProcess:
 # ============================================================================
 _HOPS, _TRIES, _STALL_S = 6, 6, 30.0
 _PAGE_BYTES = 32 << 20           # a listing; release pages have about 1 MB
+_CA_WORDS = "CERTIFICATE_VERIFY_FAILED"
+_CA_HINT = ("this Python does not trust the server's certificate: set SSL_CERT_FILE to "
+            "a bundle of your roots (on macOS: run Install Certificates.command)")
 
 
 class Page(NamedTuple):
@@ -6483,8 +6486,9 @@ def get_page(url: str, edges: Edges, headers: Optional[dict] = None,
             body = answer.read(_PAGE_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise TokiError(f"{url} cannot be reached: {reason}",
-                        "check the network or proxy (HTTPS_PROXY)", status=503
+        raise TokiError(f"{url} cannot be reached: {reason}", _CA_HINT
+                        if _CA_WORDS in str(reason)
+                        else "check the network or proxy (HTTPS_PROXY)", status=503
                         ) from None
     if len(body) > _PAGE_BYTES:
         raise TokiError(f"{url} answers with more than {fmt_bytes(_PAGE_BYTES)}",
@@ -6696,6 +6700,9 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
                     ) from None
             why = str(getattr(error, "reason", None) or error) or type(error).__name__
             asked, status = getattr(error, "pause", 0), getattr(error, "status", 0)
+            if _CA_WORDS in why:
+                raise TokiError(f"{url} cannot be reached: {why}", _CA_HINT,
+                                status=503) from None
         have = edges.disk.size(part) if edges.disk.is_file(part) else 0
         if have > before >= 0:
             left, pause = _TRIES, 1.0
@@ -11234,11 +11241,11 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 # ============================================================================
 # 0. MODELS - the models of this machine: registered, imported, checked, removed.
-#    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH, UNPACK.
-#    offers: registry_path, read_registry, change_registry, entry_paths, inspect_model,
-#    register, import_model, old_registry, models_rows, model_doc, model_text,
-#    check_models, remove_model, use_model, entry_setup, disk_room, entry_dict,
-#    name_taken.
+#    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
+#    ENGINES.  offers: registry_path, read_registry, change_registry, entry_paths,
+#    inspect_model, register, import_model, old_registry, models_rows, model_doc,
+#    model_text, check_models, remove_model, use_model, entry_setup, disk_room,
+#    entry_dict, name_taken.
 #
 #    A model gets its entry last, when all its files are there and read as a model.
 # ============================================================================
@@ -11682,11 +11689,13 @@ def check_models(config: Config, where: Places, edges: Edges, name: str = "",
             for s in registry.unknown]
     names = [registry.need(name).name] if name else list(registry.models)
     for each in names:
-        out.append(_check_entry(registry.models[each], registry, edges, sums))
+        out.append(_check_entry(registry.models[each], registry, where, edges,
+                                sums))
     return out
 
 
-def _check_entry(entry: Entry, registry: Registry, edges: Edges, sums: bool) -> tuple:
+def _check_entry(entry: Entry, registry: Registry, where: Places, edges: Edges,
+                 sums: bool) -> tuple:
     paths = entry_paths(entry, registry, edges)
     edit = f"mend models.{entry.name} in {registry.path}"
     try:
@@ -11709,6 +11718,11 @@ def _check_entry(entry: Entry, registry: Registry, edges: Edges, sums: bool) -> 
             and not edges.disk.is_file(edges.disk.absolute(entry.binary)):
         return ("FAIL", f"{entry.name}: binary {entry.binary!r} is no program",
                 f"{edit} (key binary)")
+    if entry.engine and entry.engine not in [
+            e.name for e in installed_engines(where, edges)]:
+        return ("FAIL", f"{entry.name}: engine {entry.engine!r} is not installed",
+                f"{edit} (key engine), or `toki model install-llama --name "
+                f"{entry.engine}`")
     known = ", sums right" if sums and entry.sha256 else \
         ", no sum is known" if sums else ""
     return ("OK", f"{entry.name}: {facts.architecture}, {facts.kind}, "
@@ -12178,7 +12192,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
     Interrupted, it goes on where it stopped when called again.  Raises TokiError with
     what to do; nothing is registered then.
     """
-    hub = _Hub(config, edges, say)
+    hub = _Hub(config, edges, edges.term.err if urls else say)
     sha, chosen, why, eyes = _pull_plan(hub, wanted, mmproj, available_memory(edges))
     files = [*chosen.files, *([eyes] if eyes else [])]
     if urls:
