@@ -21,6 +21,7 @@ import array
 import base64
 import codecs
 import contextlib
+import copy
 import functools
 import gzip
 import hashlib
@@ -1573,7 +1574,7 @@ class House(Case):
 
     def test_rooms_use_only_rooms_above(self):
         "A name of room N is not read above N; only `offers` cross, and only by `uses`."
-        table, home = rooms(), {}
+        table, home, problems = rooms(), {}, set()
         starts = [r[2] for r in table]
 
         def room_at(line):
@@ -1584,8 +1585,9 @@ class House(Case):
                 t.id for t in targets if isinstance(t, ast.Name)]
             names += [e.id for t in targets if isinstance(t, ast.Tuple) for e in t.elts]
             for name in names:
+                if name in home and home[name] != room_at(node.lineno):
+                    problems.add(f"{name} stands in two rooms")
                 home[name] = room_at(node.lineno)
-        problems = set()
         for node in TREE.body:
             here = room_at(node.lineno)
             if here < 0:
@@ -1626,6 +1628,7 @@ class House(Case):
     def test_only_edges_open_files_processes_and_sockets(self):
         allow = {"EDGES": None, "HTTP": {"socket", "time", "os", "threading"}, "MACHINE": {"os", "time"},
                  "ENGINE": {"os", "threading"}, "LEDGER": {"threading", "sqlite3"},
+                 "RECALL": {"threading", "sqlite3"},
                  "SHELF": {"os", "threading", "sqlite3"},
                  "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
                  "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
@@ -6024,8 +6027,13 @@ class InstallLlama(FetchCase):
         self.web.add("b1", files={name.format("b1"): tar_of(
             ("x/llama-server", engine_script("  ROCm0: AMD (1 MiB, 1 MiB free)")))})
         got = self.install(backend="rocm", gfx="gfx1151")
+        self.edges = self.edges._replace(proc=BoxProc(env={"LD_LIBRARY_PATH": "/mine"}))
         env = toki.launch_env(got.path, self.where, self.edges)
         self.assertEqual(env["HSA_OVERRIDE_GFX_VERSION"], "11.5.1")
+        self.assertEqual(env["LD_LIBRARY_PATH"], os.path.dirname(got.path) + ":/mine")
+        self.web.log.clear()
+        self.install(backend="rocm", gfx="11.5.1")
+        self.assertIn("already installed", self.said[-1])
         self.assertEqual(toki.launch_env("/bin/sh", self.where, self.edges), {})
 
     def test_two_installs_do_not_meet(self):
@@ -8400,7 +8408,8 @@ class WhyRoom(Case):
         settings = {k: options.pop(k) for k in ("state", "shelf_dir") if k in options}
         memory = options.get("kind", "rewindable")
         fake = self.fake(**options)
-        d = self.daemon(fake, kind=memory, **settings)
+        # With STEADY and REPLAY many of these misses do not happen.
+        d = self.daemon(fake, kind=memory, steady="off", replay="off", **settings)
         return fake, d, Client(d)
 
     def ask(self, c, body, **more):
@@ -8912,6 +8921,11 @@ def chat(*messages, takes=toki.Takes(), **more):
     return toki.anthropic_to_chat(dict({"messages": list(messages)}, **more), takes)
 
 
+def calm(body):
+    "A chat body after STEADY's usual rules."
+    return toki.steady(body, toki.STEADY_DEFAULT, toki.SteadyMemory())[0]
+
+
 def talk(*messages, **more):
     "The chat messages, short: (role, content) and, of an agent's, thoughts and calls."
     out = []
@@ -9180,8 +9194,10 @@ class ToChat(MessagesCase):
             ("glued", head + " cch=1a2b3;You are = it; yes", "You are = it; yes"),
             ("another", "You x-anthropic-billing-header: a=b;",
              "You x-anthropic-billing-header: a=b;")),
-            lambda system: chat(user("x"), system=system)["messages"][0]["content"])
-        self.assertEqual(talk(user("x"), system=[text(head)]), [("user", "x")])
+            lambda system: calm(chat(user("x"), system=system))["messages"][0][
+                "content"])
+        self.assertEqual(calm(chat(user("x"), system=[text(head)]))["messages"],
+                         [{"role": "user", "content": "x"}])
 
     def test_blocks(self):
         doc = {"type": "document", "title": "T", "source": {
@@ -9421,8 +9437,8 @@ class ToChat(MessagesCase):
                                                      "content": [nested]}}
         self.assertEqual(talk(user(nested)), [("user", "")])
         began = time.monotonic()
-        chat(user("x"), system="x-anthropic-billing-header:" + " a=b" * 200_000)
-        chat(user("x"), system="x-anthropic-billing-header:" + "a" * 1_000_000)
+        for more in (" a=b" * 200_000, "a" * 1_000_000):
+            calm(chat(user("x"), system="x-anthropic-billing-header:" + more))
         self.assertLess(time.monotonic() - began, 5)
 
 
@@ -9842,15 +9858,16 @@ class RoundTrip(MessagesCase):
                       system=[text(head.format("a1b")), text("You are Claude.", **mark),
                               text("Rules.")], **more)
         for takes in (toki.Takes(), toki.Takes(late_system=True)):
-            self.assertTrue(render(second).startswith(render(first)), takes)
-        self.assertNotIn("billing", render(first))
+            self.assertTrue(render(calm(second)).startswith(render(calm(first))),
+                            takes)
+        self.assertNotIn("billing", render(calm(first)))
 
     def test_two_sessions_share_system_and_tools(self):
         "Golden 9: the header differs with the first prompt, the head does not."
         def prompt(word, tag):
-            return render(chat(user(word), tools=[WEATHER], system=[
+            return render(calm(chat(user(word), tools=[WEATHER], system=[
                 text(f"x-anthropic-billing-header: cc_version=2.{tag};"),
-                text("You are Claude.")]))
+                text("You are Claude.")])))
         one, two = prompt("fix it", "abc"), prompt("write it", "def")
         at = toki.common_prefix(array.array("I", map(ord, one)),
                                 array.array("I", map(ord, two)))
@@ -9889,6 +9906,2287 @@ class RoundTrip(MessagesCase):
 
 # ============================================================================
 # The real client
+
+
+# ============================================================================
+# RESPONSES
+# ============================================================================
+def message(role, text):
+    return {"type": "message", "role": role, "content": text}
+
+
+def function_call(call_id, name="f", arguments="{}", **more):
+    return dict({"type": "function_call", "call_id": call_id, "name": name,
+                 "arguments": arguments}, **more)
+
+
+def item_result(call_id, output="ok", kind="function_call_output"):
+    return {"type": kind, "call_id": call_id, "output": output}
+
+
+def thoughts(text):
+    return {"type": "reasoning", "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def tool(name="f", kind="function", **more):
+    return dict({"type": kind, "name": name}, **more)
+
+
+CODEX_TOOLS = [
+    tool("exec_command", strict=False, description="Run.", parameters={
+        "type": "object", "properties": {"cmd": {"type": "string"}}}),
+    tool("mcp__docs", "namespace", description="Search first.", tools=[
+        tool("search"), tool("note", "custom")]),
+    tool("apply_patch", "custom", description="Edit.", format={
+        "type": "grammar", "syntax": "lark", "definition": "start: /.+/"}),
+    {"type": "web_search", "external_web_access": False}]
+
+
+class ResponsesRoom(Case):
+    def chat(self, items=(), takes=toki.Takes(), **more):
+        return toki.responses_to_chat(dict({"input": list(items)}, **more), takes=takes)
+
+    def messages(self, items, **more):
+        return self.chat(items, **more)["messages"]
+
+    def refused(self, param, **body):
+        with self.assertRaises(toki.BadAsk) as caught:
+            toki.responses_to_chat(dict({"input": "x"}, **body))
+        self.assertEqual(caught.exception.param, param)
+        self.assertEqual(caught.exception.status, 400)
+
+    def test_a_text_is_a_user_message(self):
+        self.assertEqual(toki.responses_to_chat({"input": "hi", "model": "m"}), {
+            "model": "m", "messages": [{"role": "user", "content": "hi"}]})
+
+    def test_instructions_and_leading_developers_are_one_system_message(self):
+        "F-06: in order; later ones do not become a second one."
+        got = self.messages([message("developer", "B"), message("system", "C"),
+                             {"role": "user", "content": [
+                                 {"type": "input_text", "text": "x"}]},
+                             message("developer", "D")], instructions="A")
+        self.assertEqual(got, [
+            {"role": "system", "content": "A\n\nB\n\nC"},
+            {"role": "user", "content": "x\n\n<system-reminder>\nD\n</system-reminder>"}])
+        late = self.messages([message("user", "x"), message("developer", "D")],
+                             takes=toki.Takes(late_system=True))
+        self.assertEqual(late[1], {"role": "system", "content": "D"})
+
+    def test_an_assistants_items_are_one_message(self):
+        got = self.messages([
+            message("user", "go"), thoughts("hm"),
+            {"type": "message", "role": "assistant", "id": "msg_1", "content": [
+                {"type": "output_text", "text": "look", "annotations": []}]},
+            function_call("a"), function_call("b", "g", '{"x": 1}'),
+            item_result("b", "B"), item_result("a", "A"),
+            thoughts("so"), message("assistant", "done")])
+        self.assertEqual(got, [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": "look", "reasoning_content": "hm",
+             "tool_calls": [
+                 {"id": "a", "type": "function",
+                  "function": {"name": "f", "arguments": "{}"}},
+                 {"id": "b", "type": "function",
+                  "function": {"name": "g", "arguments": '{"x": 1}'}}]},
+            {"role": "tool", "tool_call_id": "a", "content": "A"},
+            {"role": "tool", "tool_call_id": "b", "content": "B"},
+            {"role": "assistant", "content": "done", "reasoning_content": "so"}])
+
+    def test_texts_of_one_turn_are_glued_only_where_a_stream_had_cut_them(self):
+        a, b = message("assistant", "a"), message("assistant", "b")
+        self.table((("in a row", [a, b], "a\n\nb"),
+                    ("thoughts between", [a, thoughts("t"), b], "ab"),
+                    ("a call between", [a, function_call("c"), b], "ab"),
+                    ("nothing between", [a, thoughts(""), {"type": "web_search_call"}, b],
+                     "a\n\nb")),
+                   lambda items: self.messages([message("user", "q"), *items])[1][
+                       "content"])
+
+    def test_thoughts_come_from_content_from_our_seal_or_from_the_summary(self):
+        summary = [{"type": "summary_text", "text": "a"},
+                   {"type": "summary_text", "text": "b"}]
+        self.table((
+            ("content", thoughts("x"), "x"),
+            ("content first", dict(thoughts("x"), encrypted_content=toki.seal("y")), "x"),
+            ("sealed", {"type": "reasoning", "encrypted_content": toki.seal("größe 😀")},
+             "größe 😀"),
+            ("summary", {"type": "reasoning", "summary": summary}, "a\n\nb"),
+            ("another's seal", {"type": "reasoning", "encrypted_content": "gAAAA",
+                                "summary": []}, None),
+            ("a broken seal", {"type": "reasoning", "encrypted_content": "toki1:%"},
+             None)),
+            lambda item: self.messages([message("user", "q"), item,
+                                        message("assistant", "a")])[1].get(
+                                            "reasoning_content"))
+
+    def test_outputs_are_texts_lists_and_pictures(self):
+        "F-22: Codex sends lists; a picture goes to whoever can see."
+        picture = {"type": "input_image", "image_url": "data:image/png;base64,QUJD",
+                   "detail": "high"}
+        chat = {"type": "image_url", "image_url": {
+            "url": "data:image/png;base64,QUJD", "detail": "high"}}
+        texts = [{"type": "input_text", "text": "x"}, {"type": "input_text", "text": "y"}]
+
+        def outputs(output, **takes):
+            return self.messages([message("user", "q"), function_call("c"),
+                                  item_result("c", output)], takes=toki.Takes(**takes))[2:]
+        self.assertEqual(outputs(texts)[0]["content"], "x\ny")
+        self.assertEqual(outputs(None)[0]["content"], "")
+        self.assertEqual(outputs(texts[:1] + [picture], tool_images=True)[0]["content"],
+                         [{"type": "text", "text": "x"}, chat])
+        self.assertEqual(outputs(texts[:1] + [picture])[1], {
+            "role": "user", "content": [
+                {"type": "text", "text": "Image from f:"}, chat]})
+        self.assertEqual(outputs([picture], vision=False), [
+            {"role": "tool", "tool_call_id": "c",
+             "content": "[image omitted: this model cannot see]"}])
+
+    def test_pictures_of_users_stay_for_the_gateway_to_judge(self):
+        got = self.messages([message("user", [
+            {"type": "input_text", "text": "see"},
+            {"type": "input_image", "image_url": "data:image/png;base64,QUJD"}])],
+            takes=toki.Takes(vision=False))
+        self.assertEqual(got[0]["content"][1]["type"], "image_url")
+        self.assertTrue(toki.parse_ask("chat", {"messages": got}).media)
+
+    def test_what_no_chat_can_show_becomes_a_short_text(self):
+        self.table((
+            ("file", {"type": "input_file", "filename": "a.pdf", "file_data": "x" * 999},
+             "[file omitted: a.pdf]"),
+            ("upload", {"type": "input_image", "file_id": "file-1"},
+             "[image omitted: uploaded files are not kept here]"),
+            ("unknown", {"type": "hologram"}, "[hologram omitted]"),
+            ("refusal", {"type": "refusal", "refusal": "no"}, "no")),
+            lambda part: self.messages([message("user", [part])])[0]["content"])
+
+    def test_broken_pairs(self):
+        "A missing result is said, a result without a call is told by the user."
+        got = self.messages([message("user", "q"), function_call("a"),
+                             message("user", "never mind"), item_result("zz", "late")])
+        self.assertEqual([(m["role"], m["content"]) for m in got[2:]], [
+            ("tool", "(no result)"),
+            ("user", "never mind\n\nResult of an unknown call:\nlate")])
+        self.assertEqual(self.messages([message("user", "q"), function_call("a")])[-1], {
+            "role": "tool", "tool_call_id": "a", "content": "(no result)"})
+        odd = self.messages([message("user", "q"), function_call("call_a_1"),
+                             item_result("calla1", "A")])
+        self.assertEqual(odd[-1]["content"], "A")
+
+    def test_arguments_that_are_no_object_cannot_fail_every_later_turn(self):
+        "F-03: the engine answers 500 for them."
+        self.table((
+            ("as given", '{"a": 1}', '{"a": 1}'), ("absent", None, "{}"),
+            ("empty", " ", "{}"), ("cut", '{"a', '{"raw":"{\\"a"}'),
+            ("glued", '{"a":1}{"b":2}', '{"raw":"{\\"a\\":1}{\\"b\\":2}"}'),
+            ("list", "[1]", '{"raw":"[1]"}'), ("nan", '{"a":NaN}',
+                                               '{"raw":"{\\"a\\":NaN}"}'),
+            ("object", {"b": 1, "a": 2}, '{"b":1,"a":2}'),
+            ("deep", "[" * 9999, '{"raw":"' + "[" * 9999 + '"}')),
+            lambda a: self.messages([message("user", "q"), function_call("c", "f", a)])[
+                1]["tool_calls"][0]["function"]["arguments"])
+
+    def test_items_that_mean_nothing_here_are_passed_over(self):
+        "Golden 6: an unknown item is skipped, in front of calls and behind them."
+        got = self.messages([
+            message("user", "q"), {"type": "web_search_call", "id": "ws_1"},
+            {"type": "compaction", "encrypted_content": "x"}, function_call("c"),
+            {"type": "computer_call_output", "call_id": "z", "output": {"type": "x"}},
+            item_result("c"), {"type": "ghost_snapshot"}, thoughts("")])
+        self.assertEqual([m["role"] for m in got], ["user", "assistant", "tool"])
+
+    def test_shells_of_the_client(self):
+        got = self.messages([
+            message("user", "q"),
+            {"type": "local_shell_call", "call_id": "s", "id": "lsh_1", "status": "x",
+             "action": {"type": "exec", "command": ["ls"]}},
+            {"type": "local_shell_call_output", "id": "s", "output": "a.txt"},
+            {"type": "shell_call", "call_id": "t", "action": {"commands": ["pwd"]}},
+            {"type": "shell_call_output", "call_id": "t", "output": [{"stdout": "/"}]}])
+        self.assertEqual(
+            [(m.get("tool_calls") or [{}])[0].get("function") or m["content"]
+             for m in got[1:]],
+            [{"name": "local_shell", "arguments": '{"type":"exec","command":["ls"]}'},
+             "a.txt", {"name": "shell", "arguments": '{"commands":["pwd"]}'},
+             '[{"stdout":"/"}]'])
+
+    def test_the_next_turns_messages_extend_the_last_ones(self):
+        "Golden 2: three tool turns with thoughts, whatever the client leaves away."
+        items, before = [message("developer", "S"), message("user", "env"),
+                         message("user", "go")], []
+        for turn in range(3):
+            now = self.messages(items)
+            self.assertEqual(now[:len(before)], before)
+            before = now
+            items += [thoughts(f"t{turn}"), function_call(f"c{turn}"),
+                      item_result(f"c{turn}", [{"type": "input_text", "text": "x"}])]
+
+    def test_forms_that_mean_the_same_are_the_same(self):
+        "Golden 11: ids, status, annotations and one-part lists do not count."
+        bare = [message("user", "q"), message("assistant", "a"), message("user", "r")]
+        rich = [{"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+                {"type": "message", "id": "msg_9", "status": "completed",
+                 "role": "assistant", "phase": "final_answer", "content": [
+                     {"type": "output_text", "text": "a", "annotations": [],
+                      "logprobs": []}]}, message("user", "r")]
+        self.assertEqual(self.messages(bare), self.messages(rich))
+
+    # ---- tools ----------------------------------------------------------------
+    def test_tools(self):
+        chat = self.chat([message("user", "q")], tools=CODEX_TOOLS)
+        text = {"type": "object", "properties": {"input": {"type": "string"}},
+                "required": ["input"]}
+        self.assertEqual([t["function"] for t in chat["tools"]], [
+            {"name": "exec_command", "description": "Run.", "parameters": {
+                "type": "object", "properties": {"cmd": {"type": "string"}}}},
+            {"name": "mcp__docs__search",
+             "description": "About mcp__docs: Search first.",
+             "parameters": {"type": "object", "properties": {}}},
+            {"name": "mcp__docs__note", "description": "`input` is free text.",
+             "parameters": text},
+            {"name": "apply_patch", "parameters": text,
+             "description": "Edit.\n\n`input` is text that must follow this lark "
+                            "grammar:\nstart: /.+/"}])
+        strict = self.chat([message("user", "q")], tools=[tool(strict=True)])
+        self.assertTrue(strict["tools"][0]["function"]["strict"])
+
+    def test_calls_in_history_get_the_name_of_the_offered_tool(self):
+        got = self.messages([
+            message("user", "q"),
+            function_call("a", "search", namespace="mcp__docs"),
+            {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch",
+             "input": 'größe "x"\n'},
+            item_result("a"), item_result("b", "done", "custom_tool_call_output")],
+            tools=CODEX_TOOLS)
+        self.assertEqual([c["function"] for c in got[1]["tool_calls"]], [
+            {"name": "mcp__docs__search", "arguments": "{}"},
+            {"name": "apply_patch", "arguments": '{"input": "größe \\"x\\"\\n"}'}])
+        self.assertEqual(got[3], {"role": "tool", "tool_call_id": "b", "content": "done"})
+
+    def test_flat_names_are_short_and_their_own(self):
+        long = [tool("s" * 40, "namespace", tools=[tool("t" * 40), tool("t" * 41)])]
+        names = list(toki.client_tools(long))
+        self.assertEqual([len(n) for n in names], [64, 64])
+        twice = toki.client_tools([tool("a__b"), tool("a", "namespace", tools=[tool("b")]),
+                                tool("a__b")])
+        self.assertEqual({n: t[0] for n, t in twice.items()}, {
+            "a__b": ("function", "", "a__b"), "a__b_f": ("function", "a", "b")})
+
+    def test_tool_choice(self):
+        def choice(given):
+            chat = self.chat([message("user", "q")], tools=CODEX_TOOLS,
+                             tool_choice=given)
+            return (chat.get("tool_choice"),
+                    [t["function"]["name"] for t in chat["tools"]])
+        every = ["exec_command", "mcp__docs__search", "mcp__docs__note", "apply_patch"]
+        allowed = functools.partial(dict, type="allowed_tools")
+        self.table((
+            ("absent", None, (None, every)), ("auto", "auto", ("auto", every)),
+            ("none", "none", ("none", every)), ("any", "required", ("required", every)),
+            ("function", tool("exec_command"), ("required", ["exec_command"])),
+            ("custom", tool("apply_patch", "custom"), ("required", ["apply_patch"])),
+            ("in a namespace", tool("search", namespace="mcp__docs"),
+             ("required", ["mcp__docs__search"])),
+            ("allowed", allowed(mode="auto", tools=[tool("exec_command")]),
+             ("auto", every)),
+            ("allowed, required", allowed(mode="required", tools=[
+                tool("exec_command"), {"type": "web_search"}]), ("required", every)),
+            ("none allowed", allowed(mode="auto", tools=[]), ("none", every))), choice)
+        self.assertNotIn("tool_choice", toki.responses_to_chat(
+            {"input": "x", "tool_choice": "auto", "parallel_tool_calls": True,
+             "tools": [{"type": "web_search"}]}))
+
+    # ---- fields -----------------------------------------------------------------
+    def test_fields(self):
+        def fields(body):
+            chat = toki.responses_to_chat(dict(body, input="x"), takes=toki.Takes(effort=True))
+            del chat["messages"]
+            return chat
+        self.assertNotIn("reasoning_effort", toki.responses_to_chat(
+            {"input": "x", "reasoning": {"effort": "low"}}))
+        schema = {"type": "object"}
+        self.table((
+            ("limit", {"max_output_tokens": 8}, {"max_tokens": 8}),
+            ("sampling", {"temperature": 0, "top_p": 0.9, "seed": 3},
+             {"temperature": 0, "top_p": 0.9, "seed": 3}),
+            ("null", {"temperature": None, "max_output_tokens": None, "tools": None,
+                      "reasoning": None, "text": None, "store": None}, {}),
+            ("effort", {"reasoning": {"effort": "xhigh", "summary": "auto"}},
+             {"reasoning_effort": "high"}),
+            ("no effort", {"reasoning": {"effort": None}}, {}),
+            ("no thinking", {"reasoning": {"effort": "none"}},
+             {"reasoning_effort": "none"}),
+            ("schema", {"text": {"verbosity": "low", "format": {
+                "type": "json_schema", "name": "n", "strict": True, "schema": schema}}},
+             {"response_format": {"type": "json_schema", "json_schema": {
+                 "name": "n", "schema": schema, "strict": True}}}),
+            ("object", {"text": {"format": {"type": "json_object"}}},
+             {"response_format": {"type": "json_object"}}),
+            ("text", {"text": {"format": {"type": "text"}}}, {}),
+            ("logprobs", {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+            ("included", {"include": ["message.output_text.logprobs"]},
+             {"logprobs": True}),
+            ("affinity", {"prompt_cache_key": "k"}, {"prompt_cache_key": "k"}),
+            ("stream", {"stream": True},
+             {"stream": True, "stream_options": {"include_usage": True}}),
+            ("own", {"toki": {"mode": "raw"}, "cache_prompt": False},
+             {"toki": {"mode": "raw"}, "cache_prompt": False}),
+            ("not of a chat", {
+                "metadata": {"a": "b"}, "store": False, "truncation": "auto",
+                "service_tier": "auto", "user": "u", "client_metadata": {"x": "y"},
+                "safety_identifier": "s", "background": False, "id_slot": 3,
+                "include": ["reasoning.encrypted_content"], "made_up": 1}, {})), fields)
+
+    def test_what_cannot_be_meant_names_its_place(self):
+        for param, body in (
+                ("input", {"input": None}), ("input", {"input": 5}),
+                ("input", {"input": []}), ("input[0]", {"input": ["x"]}),
+                ("input[0].type", {"input": [{}]}),
+                ("input[0].type", {"input": [{"type": 5}]}),
+                ("input[0].role", {"input": [message("tool", "x")]}),
+                ("input[0].content", {"input": [message("user", None)]}),
+                ("input[0].content[1]", {"input": [message("user", [
+                    {"type": "input_text", "text": "a"}, {"type": "input_text"}])]}),
+                ("input[0].call_id", {"input": [item_result(None)]}),
+                ("input[0].name", {"input": [function_call("c", None)]}),
+                ("input[0].arguments", {"input": [function_call("c", "f", 5)]}),
+                ("input[0].id", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+                ("input[0].id", {"input": [{"id": "msg_1"}]}),
+                ("instructions", {"instructions": ["x"]}), ("tools", {"tools": {}}),
+                ("tools[0]", {"tools": ["x"]}), ("tools[0].name", {"tools": [
+                    {"type": "function", "function": {"name": "f"}}]}),
+                ("tools[0].parameters", {"tools": [tool(parameters="x")]}),
+                ("tools[0].tools", {"tools": [tool("n", "namespace", tools=5)]}),
+                ("tool_choice", {"tool_choice": "often"}),
+                ("tool_choice", {"tool_choice": "required"}),
+                ("tool_choice", {"tool_choice": {"type": "web_search"}}),
+                ("tool_choice.name", {"tool_choice": tool("g"), "tools": [tool()]}),
+                ("tool_choice.mode", {"tool_choice": {"type": "allowed_tools",
+                                                      "mode": "x", "tools": []}}),
+                ("max_output_tokens", {"max_output_tokens": 0}),
+                ("max_output_tokens", {"max_output_tokens": True}),
+                ("temperature", {"temperature": "hot"}), ("text", {"text": "x"}),
+                ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
+                ("text.format.schema", {"text": {"format": {"type": "json_schema"}}}),
+                ("reasoning", {"reasoning": "high"}),
+                ("reasoning.effort", {"reasoning": {"effort": 5}}),
+                ("background", {"background": True}), ("prompt", {"prompt": {"id": "p"}}),
+                ("conversation", {"conversation": "conv_1"})):
+            with self.subTest(str(body)[:70]):
+                self.refused(param, **body)
+        with self.assertRaises(toki.BadAsk):
+            toki.responses_to_chat([])
+
+    def test_no_body_gets_more_than_a_refusal(self):
+        "Any place of a rich ask replaced by junk: understood or BadAsk, nothing else."
+        body = {"model": "m", "instructions": "S", "tools": CODEX_TOOLS,
+                "tool_choice": tool("search", namespace="mcp__docs"), "input": [
+                    message("developer", [{"type": "input_text", "text": "x"}]),
+                    message("user", [{"type": "input_image", "image_url": "data:x"}]),
+                    dict(thoughts("t"), encrypted_content=toki.seal("t")),
+                    message("assistant", [{"type": "output_text", "text": "a"}]),
+                    function_call("c"), item_result("c", [{"type": "input_text", "text": ""}]),
+                    {"type": "custom_tool_call", "call_id": "d", "name": "n",
+                     "input": "i"}, item_result("d", "o", "custom_tool_call_output"),
+                    {"type": "shell_call", "call_id": "e", "action": {}}],
+                "reasoning": {"effort": "low", "summary": "auto"}, "stream": True,
+                "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+                "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"},
+                "client_metadata": {"x-codex-a": "b"}, "max_output_tokens": 5}
+
+        def places(value, path=()):
+            yield path
+            for key in value if isinstance(value, dict) else \
+                    range(len(value)) if isinstance(value, list) else ():
+                yield from places(value[key], path + (key,))
+        junk = (None, True, 0, -1.5, "", "x", "\ud800", [], ["x"], [[]], {}, {"a": 1},
+                {"type": "x"}, "function", [None], {"type": []})
+        for path, new in itertools.product(list(places(body))[1:], junk):
+            copy = json.loads(json.dumps(body))
+            spot = functools.reduce(lambda v, k: v[k], path[:-1], copy)
+            spot[path[-1]] = new
+            try:
+                chat = toki.responses_to_chat(copy)
+                toki.core_json(toki.parse_ask("chat", chat))
+            except toki.BadAsk:
+                continue
+            stream = toki.ResponsesStream(copy, "resp_1", 1)
+            stream.feed(item_chunk({"reasoning_content": "t"}))
+            stream.feed(item_chunk({"content": "x"}))
+            stream.finish()
+            chains = toki.Chains()
+            chains.keep(chains.link(copy, stream.response))
+
+    # ---- stored responses ---------------------------------------------------------
+    def keep(self, chains, n, body, said):
+        response = toki.responses_reply({"choices": [{
+            "message": {"content": said}, "finish_reason": "stop"}]}, body,
+            f"resp_{n}", 1)
+        chains.keep(chains.link(body, response))
+        return response
+
+    def test_previous_response_id(self):
+        chains = toki.Chains()
+        self.keep(chains, 1, {"input": "a", "instructions": "S"}, "b")
+        second = {"input": "c", "previous_response_id": "resp_1"}
+        self.keep(chains, 2, second, "d")
+        third = {"input": [message("user", "e")], "previous_response_id": "resp_2",
+                 "instructions": "T"}
+        got = toki.responses_to_chat(third, chains.earlier(third))["messages"]
+        self.assertEqual([m["content"] for m in got], ["T", "a", "b", "c", "d", "e"])
+        self.assertEqual(chains.earlier({"input": "x"}), [])
+
+    def test_unknown_responses_are_said_to_be_unknown(self):
+        chains = toki.Chains()
+        self.keep(chains, 1, {"input": "a", "store": False}, "b")
+        for wrong in ("resp_1", 5, {"a": 1}):
+            with self.assertRaises(toki.BadAsk) as caught:
+                chains.earlier({"previous_response_id": wrong})
+            self.assertEqual((caught.exception.code, caught.exception.param), (
+                "previous_response_not_found", "previous_response_id"))
+
+    def test_references_mean_kept_items(self):
+        chains = toki.Chains()
+        first = self.keep(chains, 1, {"input": "a"}, "b")
+        body = {"input": [message("user", "a"), {
+            "type": "item_reference", "id": first["output"][0]["id"]},
+            message("user", "c")]}
+        got = toki.responses_to_chat(body, known=chains.item)["messages"]
+        self.assertEqual([m["content"] for m in got], ["a", "b", "c"])
+        self.keep(chains, 2, body, "d")
+        later = chains.earlier({"previous_response_id": "resp_2"})
+        self.assertEqual([i.get("type") for i in later], ["message"] * 4)
+
+    def test_chains_forget_the_longest_unused(self):
+        chains = toki.Chains(budget=5000)
+        for n in range(4):
+            self.keep(chains, n, {"input": "x" * 1000}, "y")
+            chains.earlier({"previous_response_id": "resp_0"})
+        self.keep(chains, 4, {"input": "x" * 1500}, "y")
+        self.assertLessEqual(chains.n_bytes, 5000)
+        chains.earlier({"previous_response_id": "resp_0"})
+        with self.assertRaises(toki.BadAsk):
+            chains.earlier({"previous_response_id": "resp_1"})
+        self.assertIsNone(chains.item("msg_10"))
+        self.keep(chains, 5, {"input": "x" * 9000}, "y")
+        self.assertEqual((len(chains), chains.n_bytes, chains.item("msg_00")),
+                         (0, 0, None))
+
+    def test_what_was_forgotten_meanwhile_is_not_kept(self):
+        chains = toki.Chains()
+        body = {"input": [{"type": "item_reference", "id": "msg_gone"}]}
+        self.assertIsNone(chains.link(body, {"id": "resp_1", "output": []}))
+        chains.keep(None)
+        self.assertEqual(len(chains), 0)
+
+    def test_input_tokens(self):
+        self.assertEqual(toki.input_tokens_reply(7), {
+            "object": "response.input_tokens", "input_tokens": 7})
+
+
+# ============================================================================
+# OUTPUTS
+# ============================================================================
+def item_chunk(delta=None, finish=None, **more):
+    return dict({"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [
+        {"index": 0, "delta": delta or {}, "finish_reason": finish}]}, **more)
+
+
+def pieces(index, *texts, **head):
+    "A call as the engine streams it: a header, then texts."
+    first = [{"index": index, "type": "function", "id": head.get("id", f"id{index}"),
+              "function": {"name": head["name"], "arguments": ""}}] if head else []
+    return [item_chunk({"tool_calls": [p]}) for p in first + [
+        {"index": index, "function": {"arguments": t}} for t in texts]]
+
+
+def ending(finish="stop", n_prompt=30, n_out=5, cached=20):
+    return [item_chunk({}, finish), {"choices": [], "usage": {
+        "prompt_tokens": n_prompt, "completion_tokens": n_out,
+        "total_tokens": n_prompt + n_out,
+        "prompt_tokens_details": {"cached_tokens": cached}}}]
+
+
+def item_parsed(events):
+    out = []
+    for raw in events:
+        name, data, *rest = raw.split(b"\n")
+        event = json.loads(data[len(b"data: "):])
+        assert name == b"event: " + event["type"].encode() and rest == [b"", b""], raw
+        out.append(event)
+    return out
+
+
+def told(stream, chunks, finish=True):
+    out = []
+    for c in chunks:
+        out += item_parsed(stream.feed(c))
+    return out + (item_parsed(stream.finish()) if finish else [])
+
+
+_DELTAS = {"message": ("output_text", "text"), "reasoning": ("reasoning_text", "text"),
+           "summary": ("reasoning_summary_text", "text"),
+           "function_call": ("function_call_arguments", "arguments"),
+           "custom_tool_call": ("custom_tool_call_input", "input")}
+
+
+class OutputsRoom(Case):
+    BODY = {"input": "q", "stream": True, "model": "m", "tools": CODEX_TOOLS}
+
+    def stream(self, **more):
+        return toki.ResponsesStream(dict(self.BODY, **more), "resp_x", 7)
+
+    def lawful(self, events):
+        "F-23: what every client relies on.  The finished items, in order."
+        self.assertEqual([e["sequence_number"] for e in events],
+                         list(range(len(events))))
+        kinds = [e["type"].replace("response.", "") for e in events]
+        self.assertEqual(kinds[:2], ["created", "in_progress"])
+        self.assertIn(kinds[-1], ("completed", "incomplete", "failed"))
+        self.assertFalse({"completed", "incomplete", "failed"} & set(kinds[:-1]))
+        ids = {e["response"]["id"] for e in events if "response" in e}
+        self.assertEqual(ids, {"resp_x"})
+        items, open_items, texts = {}, {}, {}
+        for kind, e in zip(kinds, events):
+            at = e.get("output_index")
+            if kind == "output_item.added":
+                self.assertEqual(at, len(items) + len(open_items))
+                self.assertEqual(e["item"]["status"], "in_progress")
+                open_items[at], texts[at] = e["item"], ""
+            elif kind == "output_item.done":
+                first, last = open_items.pop(at), e["item"]
+                for field in ("id", "type", "call_id", "name", "namespace"):
+                    self.assertEqual(first.get(field), last.get(field))
+                self.assertNotEqual(last["id"], last.get("call_id"))
+                items[at] = last
+            elif at is not None:
+                self.assertEqual(e["item_id"], open_items[at]["id"])
+                stem, field = _DELTAS["summary" if "summary_index" in e
+                                      else open_items[at]["type"]]
+                if kind == stem + ".delta":
+                    self.assertTrue(e["delta"])
+                    texts[at] += e["delta"]
+                elif kind == stem + ".done":
+                    self.assertEqual(e[field], texts[at])
+                if open_items[at]["type"] in ("message", "reasoning"):
+                    self.assertEqual(e.get("content_index", e.get("summary_index")), 0)
+        done = [items[i] for i in sorted(items)]
+        self.assertEqual(events[-1]["response"]["output"], done)
+        if kinds[-1] != "failed":
+            self.assertEqual(open_items, {})
+        self.assertEqual(len({i["id"] for i in done}), len(done))
+        return done
+
+    def kinds(self, events):
+        return [e["type"].replace("response.", "") for e in events]
+
+    def test_the_events_of_a_text(self):
+        events = told(self.stream(), [
+            item_chunk({"role": "assistant", "content": None}), item_chunk({"content": "a"}),
+            item_chunk({"content": "b"}), *ending()])
+        item, = self.lawful(events)
+        self.assertEqual(self.kinds(events), [
+            "created", "in_progress", "output_item.added", "content_part.added",
+            "output_text.delta", "output_text.delta", "output_text.done",
+            "content_part.done", "output_item.done", "completed"])
+        self.assertEqual(item["content"], [
+            {"type": "output_text", "text": "ab", "annotations": [], "logprobs": []}])
+        self.assertEqual(events[-1]["response"]["usage"], {
+            "input_tokens": 30,
+            "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
+            "output_tokens": 5, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 35})
+
+    def test_the_events_of_thoughts_text_and_a_call(self):
+        chunks = [item_chunk({"reasoning_content": "h"}), item_chunk({"reasoning_content": "m"}),
+                  item_chunk({"content": "x"}),
+                  *pieces(0, '{"cmd"', ': "ls"}', name="exec_command"),
+                  *ending("tool_calls")]
+        events = told(self.stream(include=["reasoning.encrypted_content"]), chunks)
+        reasoning, text, call = self.lawful(events)
+        self.assertEqual(self.kinds(events)[2:7] + self.kinds(events)[-5:], [
+            "output_item.added", "reasoning_text.delta", "reasoning_text.delta",
+            "reasoning_text.done", "output_item.done", "function_call_arguments.delta",
+            "function_call_arguments.delta", "function_call_arguments.done",
+            "output_item.done", "completed"])
+        self.assertEqual((reasoning["content"], reasoning["summary"],
+                          reasoning["encrypted_content"]), (
+            [{"type": "reasoning_text", "text": "hm"}], [], toki.seal("hm")))
+        self.assertEqual(
+            (call["name"], call["call_id"], call["arguments"], "namespace" in call),
+            ("exec_command", "id0", '{"cmd": "ls"}', False))
+        usage = events[-1]["response"]["usage"]
+        self.assertEqual(usage["output_tokens_details"], {"reasoning_tokens": 2})
+
+    def test_summaries_for_clients_that_show_nothing_else(self):
+        chunks = [item_chunk({"reasoning_content": "h"}), item_chunk({"content": "x"}), *ending()]
+        events = told(self.stream(reasoning={"summary": "auto"}), chunks)
+        self.assertEqual(self.kinds(events)[2:8], [
+            "output_item.added", "reasoning_summary_part.added",
+            "reasoning_summary_text.delta", "reasoning_summary_text.done",
+            "reasoning_summary_part.done", "output_item.done"])
+        item = events[7]["item"]
+        self.assertEqual((item["summary"], "content" in item), (
+            [{"type": "summary_text", "text": "h"}], False))
+        codex = told(self.stream(reasoning={"summary": "auto"},
+                                 client_metadata={"x-codex-window-id": "w"}), chunks)
+        self.assertIn("reasoning_text.delta", self.kinds(codex))
+
+    def test_namespaced_and_custom_calls_as_the_client_knows_them(self):
+        "Golden 6.  A function_call in place of a custom one is refused by Codex."
+        events = told(self.stream(), [
+            *pieces(0, "{}", name="mcp__docs__search"),
+            *pieces(1, '{"input"', ': "a\\', "u00", 'e9\\ud83d\\', 'ude00', '\\n"}',
+                    name="apply_patch"),
+            *pieces(2, '{"input":"n"}', name="mcp__docs__note"),
+            *ending("tool_calls")])
+        search, patch, note = self.lawful(events)
+        self.assertEqual((search["type"], search["name"], search["namespace"]),
+                         ("function_call", "search", "mcp__docs"))
+        self.assertEqual((patch["type"], patch["name"], patch["input"]),
+                         ("custom_tool_call", "apply_patch", "aé😀\n"))
+        self.assertEqual((note["name"], note["namespace"], note["input"]),
+                         ("note", "mcp__docs", "n"))
+        self.assertEqual([e["delta"] for e in events if e["type"].endswith(
+            "call_input.delta")], ["a", "é", "😀", "\n", "n"])
+
+    def test_freeform_input_in_every_condition(self):
+        "Golden 4: cut anywhere, the pieces joined are the text at the end."
+        whole = json.dumps({"input": 'é"\\/\b\u2028😀\t end'})
+        for text, expected in (
+                (whole, 'é"\\/\b\u2028😀\t end'), ("", ""), ("{}", "{}"),
+                ('{"patch": "p"}', "p"), ('{"input": 5}', '{"input": 5}'),
+                ("no json", "no json"), ('{"input": "cut', "cut"),
+                ('{"input": "bad \\x esc"}', 'bad \\x esc"}'),
+                ('{"input": "half \\ud83d', "half \\ud83d"),
+                ('{"input": "half \\ud83d!"}', "half \ufffd!"),
+                ('{"input":"a","input":"b"}', "a"), ('"plain"', "plain")):
+            for step in (1, 3, 99):
+                with self.subTest(text=text, step=step):
+                    cuts = [text[i:i + step] for i in range(0, len(text), step)]
+                    events = told(self.stream(), pieces(0, *cuts, name="apply_patch")
+                                  + ending("tool_calls"))
+                    item, = self.lawful(events)
+                    self.assertEqual(item["input"], expected)
+
+    def test_mixed_calls_come_one_after_the_other(self):
+        "F-01, golden 3: tied by index; the later waits until the earlier is complete."
+        events = told(self.stream(), [
+            *pieces(0, name="f"), *pieces(1, name="g"), *pieces(0, '{"a":'),
+            *pieces(1, "{}"), *pieces(0, "1}"), *pieces(2, "{}", name="h"),
+            *ending("tool_calls")])
+        calls = self.lawful(events)
+        self.assertEqual([(c["name"], c["arguments"]) for c in calls],
+                         [("f", '{"a":1}'), ("g", "{}"), ("h", "{}")])
+        marks = [e["output_index"] for e in events if "output_index" in e]
+        self.assertEqual(marks, sorted(marks))
+
+    def test_a_finished_call_does_not_wait_for_the_end(self):
+        got = told(self.stream(), pieces(0, '{"a":1}', name="f") + pieces(1, name="g"),
+                   finish=False)
+        self.assertEqual(self.kinds(got)[-1], "output_item.done")
+
+    def test_calls_from_odd_backends(self):
+        "F-02, F-03: text in the header, one index for two, no id, a name in parts."
+        head = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{"}}
+        self.table((
+            ("text in the header", [item_chunk({"tool_calls": [head]}), *pieces(0, "}")],
+             [("c", "f", "{}")]),
+            ("one index", pieces(0, '{"a":1}', name="f", id="c")
+             + pieces(0, '{"b":2}', name="g", id="d"),
+             [("c", "f", '{"a":1}'), ("d", "g", '{"b":2}')]),
+            ("no id", pieces(0, "{}", name="f", id="") + pieces(1, name="f", id=None),
+             [("call_x0", "f", "{}"), ("call_x1", "f", "{}")]),
+            ("an id twice", pieces(0, "{}", name="f", id="c")
+             + pieces(1, "{}", name="g", id="c"),
+             [("c", "f", "{}"), ("call_x1", "g", "{}")]),
+            ("name in parts", [item_chunk({"tool_calls": [
+                {"index": 0, "function": {"name": part}}]}) for part in ("ab", "cd")]
+             + pieces(0, "{}"), [("call_x0", "abcd", "{}")]),
+            ("no arguments", pieces(0, name="f"), [("id0", "f", "{}")])),
+            lambda chunks: [(c["call_id"], c["name"], c["arguments"]) for c in
+                            self.lawful(told(self.stream(),
+                                             chunks + ending("tool_calls")))])
+
+    def test_nothing_said_is_an_empty_message(self):
+        item, = self.lawful(told(self.stream(), ending()))
+        self.assertEqual(item["content"][0]["text"], "")
+        only, = self.lawful(told(self.stream(), [item_chunk({"reasoning_content": "t"}),
+                                                 *ending()]))
+        self.assertEqual(only["type"], "reasoning")
+
+    def test_the_limit_is_told_only_to_whom_set_it(self):
+        "F-14; Codex sets none and would take `incomplete` for a failed turn."
+        chunks = [item_chunk({"content": "x"}), *ending("length")]
+        events = told(self.stream(max_output_tokens=8), chunks)
+        item, = self.lawful(events)
+        last = events[-1]["response"]
+        self.assertEqual((events[-1]["type"], last["status"], last["incomplete_details"],
+                          item["status"]), (
+            "response.incomplete", "incomplete", {"reason": "max_output_tokens"},
+            "incomplete"))
+        last = told(self.stream(), chunks)[-1]["response"]
+        self.assertEqual((last["status"], last["incomplete_details"]),
+                         ("completed", None))
+        last = told(self.stream(), [item_chunk({}, "content_filter")])[-1]["response"]
+        self.assertEqual(last["incomplete_details"], {"reason": "content_filter"})
+
+    def test_heartbeats_are_events_and_open_once(self):
+        "Golden 7."
+        stream = self.stream()
+        events = item_parsed(stream.heartbeat()) + item_parsed(stream.heartbeat()) + item_parsed(
+            stream.heartbeat({"waiting_for": "prefill"}))
+        self.assertFalse(stream.opened)
+        stream.begin()                       # the engine died; another attempt
+        events += told(stream, [item_chunk({"content": "x"})], finish=False)
+        events += item_parsed(stream.heartbeat()) + item_parsed(stream.finish())
+        self.assertEqual(self.kinds(events)[:5] + self.kinds(events)[7:8], [
+            "created", "in_progress", "in_progress", "in_progress",
+            "output_item.added", "in_progress"])
+        self.assertEqual(events[3]["toki"], {"waiting_for": "prefill"})
+        self.lawful(events)
+
+    def test_failures_in_band(self):
+        "F-16, F-33, golden 6: the code decides what Codex does."
+        for error, code, words in (
+                (toki.prompt_size_error(99, 50), "context_length_exceeded", "99"),
+                (toki.Busy("full", retry_s=7), "rate_limit_exceeded",
+                 "full. Please try again in 7s."),
+                (toki.BadAsk("odd", "mend it"), "invalid_prompt", "odd (mend it)"),
+                (toki.EngineGone("dead"), "server_error", "dead"),
+                (toki.TokiError("x", code="model_loading"), "model_loading", "x")):
+            stream = self.stream()
+            events = told(stream, [item_chunk({"reasoning_content": "t"}),
+                                   item_chunk({"content": "half"})], finish=False)
+            events += item_parsed(stream.error(error))
+            item, = self.lawful(events)
+            self.assertEqual(item["type"], "reasoning")    # the text was not finished
+            last = events[-1]["response"]
+            self.assertEqual((events[-1]["type"], last["status"], last["error"]["code"]),
+                             ("response.failed", "failed", code))
+            self.assertIn(words, last["error"]["message"])
+        events = item_parsed(self.stream().error(toki.EngineGone("dead")))
+        self.assertEqual(self.kinds(events), ["created", "in_progress", "failed"])
+
+    def test_figures(self):
+        "Golden 12: cached tokens are part of the input."
+        def usage(*chunks):
+            return told(self.stream(), chunks)[-1]["response"]["usage"]
+        timings = {"cache_n": 20, "prompt_n": 10, "predicted_n": 5}
+        got = usage(item_chunk({"content": "x"}, "stop", timings=timings))
+        self.assertEqual((got["input_tokens"], got["total_tokens"],
+                          got["input_tokens_details"]["cached_tokens"]), (30, 35, 20))
+        end = ending()
+        end[-1]["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
+        self.assertEqual(usage(*end)["output_tokens_details"], {"reasoning_tokens": 3})
+        many = usage(*[item_chunk({"reasoning_content": "t"})] * 9, *ending(n_out=5))
+        self.assertEqual(many["output_tokens_details"], {"reasoning_tokens": 5})
+        self.assertIsNone(usage(item_chunk({"content": "x"})))
+
+    def test_logprobs_go_with_their_text(self):
+        one = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+        event = item_chunk({"content": "a"})
+        event["choices"][0]["logprobs"] = {"content": [one]}
+        events = told(self.stream(), [event, *ending()])
+        item, = self.lawful(events)
+        self.assertEqual((events[4]["logprobs"], item["content"][0]["logprobs"]),
+                         ([one], [one]))
+
+    def test_the_plain_response_is_the_last_one_of_the_stream(self):
+        chunks = [item_chunk({"reasoning_content": "t"}), item_chunk({"content": "x"}),
+                  *pieces(0, "{}", name="f"), *pieces(1, '{"input": "p"}',
+                                                      name="apply_patch"),
+                  *ending("tool_calls")]
+        chunks[-1]["cache"] = {"kind": "hit"}
+        assembler = toki.Assembler("chat")
+        for c in chunks:
+            assembler.add(c)
+        body = dict(self.BODY, metadata={"a": "b"}, instructions="S", temperature=0.5,
+                    prompt_cache_key="k", previous_response_id="resp_0", store=False)
+        plain = toki.responses_reply(assembler.reply(), body, "resp_x", 7)
+        self.assertEqual(plain, told(toki.ResponsesStream(body, "resp_x", 7), chunks)[-1][
+            "response"])
+        self.assertEqual(plain["cache"], {"kind": "hit"})
+        for field in ("metadata", "instructions", "temperature", "prompt_cache_key",
+                      "previous_response_id", "store", "tools", "model"):
+            self.assertEqual(plain[field], body[field])
+        self.assertEqual((plain["object"], plain["created_at"], plain["status"],
+                          plain["error"], plain["truncation"], plain["tool_choice"]),
+                         ("response", 7, "completed", None, "disabled", "auto"))
+
+    def test_our_turns_come_back_as_the_engine_wrote_them(self):
+        """Any turn, cut anywhere, its calls mixed: lawful events, and the items sent
+        back are the very message, as is the plain reply."""
+        seed = int(os.environ.get("TOKI_SEED", random.randrange(1 << 30)))
+        for n in range(300):
+            rng = random.Random(seed + n)
+            with self.subTest(seed=seed + n):
+                self._round_trip(rng, toki.ResponsesStream(dict(
+                    self.BODY, include=rng.choice([[], ["reasoning.encrypted_content"]]),
+                    reasoning=rng.choice([None, {"summary": "auto"}])), "resp_x", 7))
+
+    def _round_trip(self, rng, stream):
+        def text(most=40):
+            return "".join(rng.choice('ab "\\\n{}é😀') for _ in range(rng.randrange(
+                1, most)))
+
+        def cut(whole):
+            at = sorted(rng.randrange(len(whole) + 1) for _ in range(rng.randrange(6)))
+            return [p for p in (whole[i:j] for i, j in zip([0] + at, at + [len(whole)]))
+                    if p]
+        chunks = [item_chunk({"role": "assistant", "content": None})]
+        chunks += [item_chunk({"reasoning_content": p}) for p in cut(text())
+                   if rng.random() < 0.8]
+        chunks += [item_chunk({"content": p}) for p in cut(text()) if rng.random() < 0.7]
+        if rng.random() < 0.2:               # thoughts between the texts
+            rng.shuffle(chunks)
+        calls = []
+        for i in range(rng.randrange(4)):
+            name = rng.choice(["exec_command", "mcp__docs__search", "apply_patch"])
+            value = {"input": text()} if name == "apply_patch" else {"k": text(), "n": i}
+            calls.append(pieces(i, *cut(json.dumps(value, ensure_ascii=False)),
+                                name=name))
+        mixed = rng.random() < 0.5
+        while any(calls):
+            row = rng.choice([c for c in calls if c]) if mixed else next(filter(None,
+                                                                                calls))
+            if row[0]["choices"][0]["delta"]["tool_calls"][0].get("id"):
+                row = next(c for c in calls if c and c[0]["choices"][0]["delta"][
+                    "tool_calls"][0].get("id"))   # calls begin in order
+            chunks.append(row.pop(0))
+        chunks += ending("tool_calls")
+        assembler = toki.Assembler("chat")
+        for c in chunks:
+            assembler.add(json.loads(json.dumps(c)))
+        events = told(stream, chunks)
+        self.lawful(events)
+        wrote = assembler.message()
+        for response in (events[-1]["response"], toki.responses_reply(
+                assembler.reply(), self.BODY, "resp_y", 7)):
+            back = toki.responses_to_chat({"tools": CODEX_TOOLS, "input": [
+                message("user", "q"), *response["output"],
+                *(item_result(c["call_id"]) for c in response["output"] if "call_id" in c),
+                message("user", "r")]})["messages"]
+            self.assertEqual(back[1], wrote)
+
+
+
+class ResponsesRoute(Case):
+    TOOLS = [{"type": "namespace", "name": "ns", "tools": [
+        {"type": "function", "name": "go", "parameters": {
+            "type": "object", "properties": {"a": {"type": "string"}}}}]}]
+
+    def ask(self, d, status=200, path="/v1/responses", **more):
+        return Client(d).json("POST", path, dict({
+            "model": "gpt-x", "input": "hello there", "temperature": 0,
+            "max_output_tokens": 5}, **more), status)
+
+    def told(self, d, **more):
+        "[(name, data)] of a streamed ask."
+        code, _, payload = Client(d).http("POST", "/v1/responses", dict({
+            "model": "gpt-x", "input": "hello there", "temperature": 0, "stream": True,
+            "max_output_tokens": 5}, **more))
+        self.assertEqual(code, 200, payload)
+        return [(e.split("\n")[0][7:], json.loads(e.split("\ndata: ")[1]))
+                for e in payload.decode().strip().split("\n\n")]
+
+    def until(self, true, seconds=20):
+        end = time.monotonic() + seconds
+        while not true():
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.01)
+
+    def test_hits_are_told_in_the_words_of_the_dialect(self):
+        d = self.daemon(self.fake(reasoning=3))
+        one = self.ask(d, instructions="Be brief.")
+        self.assertEqual((one["object"], one["model"], one["id"][:5], one["status"]),
+                         ("response", "gpt-x", "resp_", "incomplete"))
+        self.assertEqual([i["type"] for i in one["output"]], ["reasoning", "message"])
+        self.assertLess(abs(one["created_at"] - time.time()), 60)
+        history = [{"role": "user", "content": "hello there"}, *one["output"],
+                   {"role": "user", "content": "more"}]
+        events = self.told(d, instructions="Be brief.", input=history)
+        last = events[-1][1]["response"]
+        self.assertEqual(last["cache"]["kind"], "hit")
+        self.assertGreaterEqual(last["cache"]["reused_tokens"],
+                                one["usage"]["input_tokens"] - 1)
+        self.assertEqual(last["usage"]["input_tokens_details"]["cached_tokens"],
+                         last["cache"]["reused_tokens"])
+        self.assertEqual(last["usage"]["input_tokens"], last["cache"]["prompt_tokens"])
+        again = self.ask(d, instructions="Be brief.", input="more",
+                         previous_response_id=one["id"])
+        self.assertEqual(again["usage"]["input_tokens"], last["usage"]["input_tokens"])
+        self.assertEqual([i["type"] for i in again["output"]],
+                         [i["type"] for i in last["output"]])
+        n = self.ask(d, path="/v1/responses/input_tokens", instructions="Be brief.",
+                     input="more", previous_response_id=one["id"])
+        self.assertEqual(n, {"object": "response.input_tokens",
+                             "input_tokens": last["usage"]["input_tokens"]})
+
+    def test_a_streamed_response_can_be_gone_on_from(self):
+        d = self.daemon(self.fake())
+        first = self.told(d)[-1][1]["response"]
+        again = self.ask(d, input="more", previous_response_id=first["id"])
+        self.assertGreaterEqual(again["cache"]["reused_tokens"],
+                                first["usage"]["input_tokens"])
+        e = self.ask(d, 400, previous_response_id=self.ask(d, store=False)["id"])
+        self.assertEqual((e["error"]["code"], e["error"]["param"]), (
+            "previous_response_not_found", "previous_response_id"))
+
+    def test_a_call_goes_out_and_comes_back(self):
+        d = self.daemon(self.fake())
+        events = self.told(d, tools=self.TOOLS, tool_choice="required",
+                           max_output_tokens=200)
+        call = events[-1][1]["response"]["output"][-1]
+        self.assertEqual((call["type"], call["name"], call["namespace"]),
+                         ("function_call", "go", "ns"))
+        back = self.ask(d, tools=self.TOOLS, tool_choice="none", input=[
+            {"role": "user", "content": "hello there"},
+            *events[-1][1]["response"]["output"],
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}])
+        self.assertGreaterEqual(
+            back["cache"]["reused_tokens"],
+            events[-1][1]["response"]["usage"]["input_tokens"] - 1)
+
+    def test_doors(self):
+        d = self.daemon(self.fake(n_ctx=512))
+        c = Client(d)
+        for stream in (False, True):
+            e = self.ask(d, 400, stream=stream, input="word " * 2000)["error"]
+            self.assertEqual((e["code"], e["type"]), ("context_length_exceeded",
+                                                      "invalid_request_error"))
+            e = self.ask(d, 400, stream=stream, input=[{"type": "function_call"}])
+            self.assertEqual(e["error"]["param"], "input[0].name")
+        for path in ("/responses", "/v1//responses?x=y"):
+            self.assertEqual(self.ask(d, path=path)["object"], "response")
+        self.assertEqual(c.http("GET", "/v1/responses")[0], 405)   # a WebSocket probe
+        self.assertEqual(c.http("POST", "/v1/responses", raw=b"[]")[0], 400)
+
+    def test_silence_and_death(self):
+        fake = self.fake()
+        d, out = self.daemon(fake, heartbeat_first=0.1, heartbeat=0.1), []
+        fake.hold("decode", after=3)
+        thread = threading.Thread(target=lambda: out.extend(self.told(
+            d, max_output_tokens=50)))
+        thread.start()
+        self.until(lambda: fake.frozen)
+        time.sleep(1.2)
+        fake.kill()
+        fake.release()
+        thread.join(20)
+        names = [name for name, _ in out]
+        self.assertEqual((names.count("response.created"), names[-1]),
+                         (1, "response.failed"))
+        self.assertGreaterEqual(names.count("response.in_progress"), 2)
+        self.assertEqual([e["sequence_number"] for _, e in out], list(range(len(out))))
+        self.assertEqual(out[-1][1]["response"]["error"]["code"], "server_error")
+
+    def test_waiting_is_told_before_the_first_token(self):
+        d = self.daemon(self.fake(prefill_ms_per_token=4, n_batch=64),
+                        heartbeat_first=0.1, heartbeat=0.1)
+        names = [name for name, _ in self.told(d, input="word " * 400)]
+        self.assertEqual((names.count("response.created"), names[-1]),
+                         (1, "response.incomplete"))
+        first = names.index("response.output_item.added")
+        self.assertGreaterEqual(names[:first].count("response.in_progress"), 2)
+
+    def test_a_full_queue_is_an_overload(self):
+        d = self.daemon(self.fake(), max_queue=0)
+        self.assertEqual(self.ask(d, 503)["error"]["type"], "server_error")
+
+
+ALL = frozenset(toki.STEADY_RULES)
+ON = toki.STEADY_DEFAULT
+NONE = frozenset()
+
+
+# ============================================================================
+# A template and a desk: what the engine would see, and what toki would do
+# ============================================================================
+def chatml(body, more=""):
+    """A naive ChatML template: prints tools, lists and ids as they are, so that every
+    change in a body shows in the text."""
+    out = []
+    if body.get("tools"):
+        out.append("<|im_start|>tools\n" + "\n".join(map(json.dumps, body["tools"]))
+                   + "<|im_end|>\n")
+    for m in body["messages"]:
+        out.append(f"<|im_start|>{m['role']}\n" + st_said(m))
+    return "".join(out) + "<|im_start|>assistant\n" + more
+
+
+def st_said(m):
+    "One message as the template prints it; for a reply, what the engine generated."
+    content, text = m.get("content"), ""
+    if m.get("reasoning_content"):
+        text += f"<think>\n{m['reasoning_content']}\n</think>\n\n"
+    if m["role"] == "tool":
+        text += f"[{m.get('tool_call_id')}] "
+    text += content if isinstance(content, str) else json.dumps(content)
+    for c in m.get("tool_calls") or ():
+        f = c["function"]
+        text += f"\n<tool_call>{c.get('id')} {f['name']} {f['arguments']}</tool_call>"
+    return text + "<|im_end|>\n"
+
+
+class Desk:
+    "The way of an ask through the gateway: steady, repair, render; remember the reply."
+
+    def __init__(self, rules=ON, replay=True):
+        self.rules = rules
+        self.memory, self.replies = toki.SteadyMemory(), toki.ReplayMemory()
+        self.replay = replay
+        self.steadied = set()
+
+    def ask(self, body, reply=None):
+        "The prompt, and with a reply what the slot holds behind it."
+        body = copy.deepcopy(body)
+        before = copy.deepcopy(body)
+        new, words = toki.steady(body, self.rules, self.memory, self.replies.ids)
+        if self.replay:
+            messages, more = toki.repair(new["messages"], self.replies, "me")
+            new, words = dict(new, messages=messages), words + more
+        assert body == before, "the client's body was changed in place"
+        self.steadied.update(words)
+        if reply is None:
+            return chatml(new)
+        if self.replay:
+            self.replies.remember(new["messages"], reply, "me")
+        return chatml(new, st_said(reply))
+
+
+def common(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y),
+                min(len(a), len(b)))
+
+
+# ============================================================================
+# Clients: the true conversation -> the body they send in turn `turn`
+# ============================================================================
+TOOLS = [{"type": "function", "function": {
+    "name": name, "description": f"{name} something in the workspace. " * 8,
+    "parameters": {"type": "object", "properties": {
+        "path": {"type": "string", "description": "where"},
+        "limit": {"type": "integer", "minimum": 1},
+        "cache_control": {"type": "string"}}, "required": ["path"]}}}
+    for name in ("read", "write", "grep", "bash")]
+SYSTEM = "You are a coding agent. Work in small steps and say what you did.\n" * 12
+
+
+def mapped(messages, **by_role):
+    return [by_role.get(m["role"], lambda m: m)(dict(m)) for m in messages]
+
+
+def shuffled(value, seed):
+    "The same JSON value with the keys of every object in another order."
+    if isinstance(value, dict):
+        keys = list(value)
+        random.Random(seed).shuffle(keys)
+        return {k: shuffled(value[k], seed + 1) for k in keys}
+    return [shuffled(v, seed) for v in value] if isinstance(value, list) else value
+
+
+def thoughtless(m):
+    m.pop("reasoning_content", None)
+    return m
+
+
+def dumped(m, **how):
+    "Tool arguments parsed and dumped again."
+    if m.get("tool_calls"):
+        m["tool_calls"] = [dict(c, function=dict(c["function"], arguments=json.dumps(
+            json.loads(c["function"]["arguments"]), **how))) for c in m["tool_calls"]]
+    return m
+
+
+def renamed(messages, name):
+    "Every call id replaced, in calls and results alike."
+    def assistant(m):
+        if m.get("tool_calls"):
+            m["tool_calls"] = [dict(c, id=name(c["id"])) for c in m["tool_calls"]]
+        return m
+
+    def tool(m):
+        return dict(m, tool_call_id=name(m["tool_call_id"]))
+    return mapped(messages, assistant=assistant, tool=tool)
+
+
+def claude_code(true, turn, rng):
+    """Claude Code of early 2026 behind toki's translation: cch= differs in every ask
+    (llama.cpp #20623), cache_control moves to the newest message, which is a list while
+    it is new, thinking comes back empty."""
+    head = (f"x-anthropic-billing-header: cc_version=2.1.33.{rng.randrange(4096):03x}; "
+            f"cc_entrypoint=cli; cch={rng.randrange(16 ** 5):05x};\n\n")
+    mark = {"type": "ephemeral"}
+    out = mapped(true, assistant=lambda m: dict(dumped(thoughtless(m), separators=(
+        ",", ":")), reasoning_content=""), system=lambda m: dict(m, content=[
+            {"type": "text", "text": head + m["content"], "cache_control": mark}]))
+    if isinstance(out[-1]["content"], str):
+        out[-1]["content"] = [{"type": "text", "text": out[-1]["content"],
+                               "cache_control": mark}]
+    return {"messages": out, "tools": TOOLS}
+
+
+def claude_now(true, turn, rng):
+    """Claude Code 2.1.332 (run): another version suffix only for each session, system
+    text inside the conversation first as a marked list, later as a string."""
+    out = mapped(true, assistant=thoughtless)
+    note = "<env>Today is 2026-11-30.</env>"
+    out.insert(2, {"role": "system", "content": note if turn else [
+        {"type": "text", "text": note, "cache_control": {"type": "ephemeral"}}]})
+    return {"messages": out, "tools": [dict(t, cache_control={"type": "ephemeral"})
+                                       if i == 3 and not turn else t
+                                       for i, t in enumerate(TOOLS)]}
+
+
+def codex(true, turn, rng):
+    """Codex: reasoning items without content are dropped; text, calls and outputs are
+    items of their own, each call followed by its output."""
+    out = []
+    for m in true:
+        if m["role"] != "assistant" or not m.get("tool_calls"):
+            out.append(thoughtless(dict(m)) if m["role"] != "tool" else m)
+            continue
+        if m["content"]:
+            out.append({"role": "assistant", "content": m["content"]})
+        out += [{"role": "assistant", "content": "", "tool_calls": [c]}
+                for c in m["tool_calls"]]
+    calls = {c["id"]: m for m in out for c in m.get("tool_calls") or ()}
+    for m in [m for m in out if m["role"] == "tool"]:
+        out.remove(m)
+        out.insert(out.index(calls[m["tool_call_id"]]) + 1, m)
+    return {"messages": out, "tools": TOOLS}
+
+
+def codex_mcp(true, turn, rng):
+    "Schemas out of a hash map with a seed for each process (openai/codex #37351)."
+    return {"messages": true, "tools": [shuffled(t, rng.random()) for t in TOOLS]}
+
+
+def codex_servers(true, turn, rng):
+    "Tools of several MCP servers in the order of a hash map (openai/codex #2611)."
+    return {"messages": true, "tools": rng.sample(TOOLS, len(TOOLS))}
+
+
+def tool_search(true, turn, rng):
+    "Claude Code's tool search: found tools join the list in the middle, by name."
+    names = ("read", "write") if turn == 0 else ("grep", "read", "write") \
+        if turn == 1 else ("bash", "grep", "read", "write")
+    return {"messages": true, "tools": sorted(
+        (t for t in TOOLS if t["function"]["name"] in names),
+        key=lambda t: t["function"]["name"])}
+
+
+def opencode(true, turn, rng):
+    "OpenCode without interleaved.field: no reasoning, null for empty text (F-05, F-09)."
+    return {"messages": mapped(true, assistant=lambda m: dict(
+        thoughtless(m), content=m["content"] or None)), "tools": TOOLS}
+
+
+def ai_sdk(true, turn, rng):
+    "Steps of one agent run merged into one message: all calls, then all results."
+    out = []
+    for m in true:
+        run = [x for x in out[::-1]]
+        last = next((x for x in run if x["role"] != "tool"), None)
+        if m["role"] == "assistant" and last and last["role"] == "assistant" \
+                and m.get("tool_calls") and last.get("tool_calls"):
+            last["content"] = "\n\n".join(filter(None, (last["content"], m["content"])))
+            last["tool_calls"] = last["tool_calls"] + m["tool_calls"]
+        else:
+            out.append(thoughtless(dict(m)))
+    # Results stand behind the merged message, in order.
+    return {"messages": out, "tools": TOOLS}
+
+
+def copilot_resumed(true, turn, rng):
+    "Copilot after --continue: arguments without blanks, no reasoning, refusal: null."
+    if turn < 2:
+        return {"messages": true, "tools": TOOLS}
+    return {"messages": mapped(true, assistant=lambda m: dict(dumped(
+        thoughtless(m), separators=(",", ":")), refusal=None)), "tools": TOOLS}
+
+
+def openclaw(true, turn, rng):
+    "OpenClaw drops every _ from the ids of calls."
+    return {"messages": renamed(true, lambda i: i.replace("_", "")), "tools": TOOLS}
+
+
+def openhands(true, turn, rng):
+    "Ids made up anew whenever the history is rebuilt (OpenHands/software-agent-sdk #2905)."
+    new: dict = {}
+    return {"messages": renamed(true, lambda i: new.setdefault(
+        i, f"call_{rng.getrandbits(96):024x}")), "tools": TOOLS}
+
+
+def nameless(true, turn, rng):
+    "A small client that keeps neither ids nor an empty text."
+    def assistant(m):
+        if m.get("tool_calls"):
+            m["tool_calls"] = [{k: v for k, v in c.items() if k != "id"}
+                               for c in m["tool_calls"]]
+            m.pop("content") if not m["content"] else None
+        return m
+    return {"messages": mapped(true, assistant=assistant, tool=lambda m: {
+        "role": "tool", "content": m["content"]}), "tools": TOOLS}
+
+
+def cline(true, turn, rng):
+    "Cline: everything in lists of parts, text trimmed and cut at a blank line."
+    def assistant(m):
+        parts = m["content"].strip().split("\n\n", 1)
+        return dict(thoughtless(m), content=[{"type": "text", "text": p} for p in parts])
+    return {"messages": mapped(true, assistant=assistant, user=lambda m: dict(
+        m, content=[{"type": "text", "text": m["content"]}])), "tools": TOOLS}
+
+
+def roo(true, turn, rng):
+    "Arguments as sorted objects, numbers as JavaScript prints them."
+    def assistant(m):
+        if m.get("tool_calls"):
+            m["tool_calls"] = [dict(c, function=dict(c["function"], arguments=dict(
+                sorted(json.loads(c["function"]["arguments"]).items()))))
+                for c in m["tool_calls"]]
+        return m
+    return {"messages": mapped(true, assistant=assistant), "tools": TOOLS}
+
+
+def aider(true, turn, rng):
+    "Thoughts moved into the text, ends trimmed."
+    def assistant(m):
+        thought = m.pop("reasoning_content", None)
+        text = m["content"].strip()
+        return dict(m, content=f"<think>\n{thought}\n</think>\n{text}"
+                    if thought else text)
+    return {"messages": mapped(true, assistant=assistant)}
+
+
+def thought_stripped(true, turn, rng):
+    "A chat page that hides <think>...</think> of a model whose thoughts are plain text."
+    return {"messages": mapped(true, assistant=lambda m: dict(
+        m, content=m["content"].split("</think>")[-1].strip()))}
+
+
+def openrouter_like(true, turn, rng):
+    "The other spelling of the field, and a field of its own on each reply (Grok)."
+    def assistant(m):
+        if "reasoning_content" in m:
+            m["reasoning"] = m.pop("reasoning_content")
+        return dict(m, model_id="x")
+    return {"messages": mapped(true, assistant=assistant), "tools": TOOLS}
+
+
+def clock(true, turn, rng):
+    "A home-made agent with the time in its head."
+    now = f"2026-11-30 {10 + turn}:{rng.randrange(60):02d}:{rng.randrange(60):02d}"
+    return {"messages": mapped(true, system=lambda m: dict(
+        m, content=f"Current time: {now}\n" + m["content"])), "tools": TOOLS}
+
+
+def stamped(true, turn, rng):
+    "A RAG service that stamps every message of every ask."
+    return {"messages": mapped(true, user=lambda m: dict(
+        m, content=m["content"] + f"\n[request id: {rng.getrandbits(64):016x}]"))}
+
+
+CLIENTS = (  # client, what it needs beside the usual rules, what must be said
+    (claude_code, (), {"billing", "cache_control", "parts", "reasoning",
+                       "reply arguments"}),
+    (claude_now, (), {"cache_control", "parts", "reasoning"}),
+    (codex, (), {"reasoning", "reply order"}),
+    (codex_mcp, (), {"schema_order"}),
+    (codex_servers, ("tool_order",), {"tool_order"}),
+    (opencode, (), {"reasoning"}),
+    (ai_sdk, (), {"reasoning", "reply order"}),
+    (copilot_resumed, (), {"reasoning", "reply arguments"}),
+    (openclaw, (), {"call_ids", "reply ids"}),
+    (openhands, (), {"call_ids", "reply ids"}),
+    (nameless, (), {"call_ids", "reply ids"}),
+    (cline, (), {"parts", "reasoning", "reply text"}),
+    (roo, (), {"arguments", "reply arguments"}),
+    (aider, (), {"reasoning", "reply text"}),
+    (thought_stripped, (), {"reply text"}),
+    (openrouter_like, (), {"reasoning"}),
+    (clock, ("dates",), {"dates"}),
+    (stamped, ("nonces",), {"nonces"}))
+
+
+def spelled(rng, value):
+    "The value as a model may write it."
+    text = json.dumps(value, separators=rng.choice([(", ", ": "), (",", ":"),
+                                                    (",", ": ")]))
+    return rng.choice([text, "{ " + text[1:], text.replace("3", "3.0")])
+
+
+def model_reply(rng, n, tools=True, tags=False):
+    "A reply as the engine gives it: thoughts, text with ragged ends, calls."
+    text = rng.choice(["", "\n\nI look at it.\n\nThen I change it.  \n", "Done. \n"])
+    m = {"role": "assistant", "content": text}
+    if tags:
+        m["content"] = f"<think>\nStep {n}?\n</think>\n\nIt is {n}. "
+        return m
+    if rng.random() < 0.7 or not text:
+        m["reasoning_content"] = f"The user wants step {n}.\n  So: read,\n\nthen write.\n"
+    if tools:
+        m["tool_calls"] = [
+            {"id": f"call_{n}_{i}x", "type": "function", "function": {
+                "name": rng.choice(["read", "grep", "bash"]), "arguments": spelled(
+                    rng, {"path": f"src/{n}/ä{i}.py", "limit": 3, "b": [1, {"z": True}]})}}
+            for i in range(rng.choice([1, 1, 2, 3]))]
+    elif not text:
+        m["content"] = "Yes. "
+    return m
+
+
+def conversation(client, rng, turns, desk):
+    """Prompts and slot contents of a conversation in which the model calls tools now
+    and then: [(prompt, the same with its reply)]."""
+    true = [{"role": "system", "content": SYSTEM},
+            {"role": "user", "content": "Please fix the parser.\nIt fails on é."}]
+    out = []
+    for turn in range(turns):
+        bare = client in (aider, thought_stripped, stamped)
+        reply = model_reply(rng, turn, not bare and turn != 2, client is thought_stripped)
+        body = client([dict(m) for m in true], turn, rng)
+        out.append((chatml(body), desk.ask(body, reply)))
+        true.append(reply)
+        for c in reply.get("tool_calls", ()):
+            true.append({"role": "tool", "tool_call_id": c["id"],
+                         "content": f"result of {c['id']}\n" * 3})
+        if not reply.get("tool_calls"):
+            true.append({"role": "user", "content": f"Go on with {turn}. "})
+    return out
+
+
+class Clients(Case):
+    "Without the rules a turn leaves the earlier one early; with them it extends it."
+
+    def test_every_turn_extends_the_one_before(self):
+        for client, more, words in CLIENTS:
+            heard = set()
+            for seed in range(12):
+                with self.subTest(client.__name__, seed=seed):
+                    desk = Desk(ON | set(more))
+                    held = conversation(client, random.Random(seed), 6, desk)
+                    for (_, before), (_, after) in zip(held, held[1:]):
+                        at = common(before, after)
+                        self.assertEqual(at, len(before), (
+                            before[max(0, at - 80):at + 60],
+                            after[max(0, at - 80):at + 60]))
+                    heard |= desk.steadied
+            with self.subTest(client.__name__, words=1):
+                self.assertLessEqual(words, heard)
+                self.assertLessEqual(heard, words | {"call_ids", "reply ids", "reply text",
+                                                     "reasoning", "arguments", "parts",
+                                                     "reply arguments"}, client.__name__)
+
+    def test_without_the_rules_it_does_not(self):
+        for client, more, _ in CLIENTS:
+            with self.subTest(client.__name__):
+                desk = Desk(NONE, replay=False)
+                held = conversation(client, random.Random(5), 6, desk)
+                left = [len(before) - common(before, after)
+                        for (_, before), (_, after) in zip(held, held[1:])]
+                self.assertTrue(any(left), left)
+                if client in (claude_code, codex_mcp, codex_servers, clock):
+                    self.assertGreater(max(left), len(SYSTEM))       # the head is lost
+
+    def test_each_needs_what_it_is_said_to_need(self):
+        "Switch off what was said for a client, and some turn leaves early again."
+        for client, more, words in CLIENTS:
+            rules = {w for w in words if w in ALL}
+            desk = Desk((ON | set(more)) - rules, replay=False)
+            held = conversation(client, random.Random(5), 6, desk)
+            with self.subTest(client.__name__):
+                self.assertTrue(any(not b.startswith(a)
+                                    for (_, a), (_, b) in zip(held, held[1:])))
+                self.assertFalse(desk.steadied & rules)
+
+    def test_tool_search_moves_found_tools_behind(self):
+        "The known tools keep their places; what follows them is new in any case."
+        desk, heads = Desk(ON | {"tool_order"}), []
+        for turn in range(3):
+            body = tool_search([{"role": "user", "content": "x"}], turn, None)
+            new, _ = toki.steady(body, desk.rules, desk.memory)
+            heads.append([t["function"]["name"] for t in new["tools"]])
+        self.assertEqual(heads, [["read", "write"], ["read", "write", "grep"],
+                                 ["read", "write", "grep", "bash"]])
+
+    def test_sessions_share_their_head(self):
+        "Two first asks of Claude Code: nothing but the user's words differs (F-24)."
+        prompts = []
+        for seed, text in ((1, "fix it"), (2, "tell me")):
+            true = [{"role": "system", "content": SYSTEM}, st_user(text)]
+            prompts.append(Desk().ask(claude_code(true, 0, random.Random(seed))))
+        self.assertEqual(common(*prompts), prompts[0].index("fix it"))
+
+
+# ============================================================================
+# STEADY
+# ============================================================================
+def st_ask(*messages, **more):
+    return dict({"messages": list(messages)}, **more)
+
+
+def st_user(text="hi"):
+    return {"role": "user", "content": text}
+
+
+def calling(*calls, content=""):
+    return {"role": "assistant", "content": content, "tool_calls": [
+        {"id": i, "type": "function", "function": {"name": n, "arguments": a}}
+        for i, n, a in calls]}
+
+
+def st_result(i, text="r"):
+    return {"role": "tool", "tool_call_id": i, "content": text}
+
+
+def steadied(body, rules=ON, memory=None, own=()):
+    memory = toki.SteadyMemory() if memory is None else memory
+    return toki.steady(body, frozenset(rules), memory, own)
+
+
+def n_kept(memory):
+    return len(getattr(memory, "_forms", None) or getattr(memory, "_turns", ()))
+
+
+EXAMPLES = {  # rule -> (earlier body or None, body that it changes)
+    "billing": (None, st_ask({"role": "system", "content":
+                           "x-anthropic-billing-header: cch=1;\n\nHi"}, st_user())),
+    "cache_control": (None, st_ask(dict(st_user(), cache_control={}))),
+    "parts": (None, st_ask(st_user([{"type": "text", "text": "hi"}]))),
+    "schema_order": (st_ask(st_user(), tools=[TOOLS[0]]),
+                     st_ask(st_user(), tools=[shuffled(TOOLS[0], 3)])),
+    "tool_order": (st_ask(st_user(), tools=TOOLS), st_ask(st_user(), tools=TOOLS[::-1])),
+    "dates": (st_ask({"role": "system", "content": "Time: 2026-11-30 10:41"}, st_user()),
+              st_ask({"role": "system", "content": "Time: 2026-11-30 10:42"}, st_user())),
+    "nonces": (st_ask(st_user("x\nrequest id: a1b2c3")), st_ask(st_user("x\nrequest id: a1b2c4"))),
+    "arguments": (st_ask(st_user(), calling(("call00001", "f", '{"a": 1}'))),
+                  st_ask(st_user(), calling(("call00001", "f", '{"a":1}')))),
+    "call_ids": (None, st_ask(st_user(), calling(("z", "f", "{}")), st_result("z")))}
+
+
+class Steady(Case):
+    def test_every_rule_is_known_and_has_an_example(self):
+        self.assertEqual(list(EXAMPLES), list(toki.STEADY_RULES))
+        self.assertEqual(list(toki._RULES), list(toki.STEADY_RULES))
+        self.assertEqual(ALL - ON, {"tool_order", "dates", "nonces"})
+
+    def test_each_rule_can_be_switched_off_and_says_what_it_did(self):
+        for rule, (earlier, body) in EXAMPLES.items():
+            with self.subTest(rule):
+                memory = toki.SteadyMemory()
+                if earlier:
+                    steadied(earlier, ALL, memory)
+                new, words = steadied(body, {rule}, memory)
+                self.assertEqual(words, [rule])
+                self.assertNotEqual(json.dumps(new), json.dumps(body))
+                off, words = steadied(body, ALL - {rule}, toki.SteadyMemory())
+                self.assertNotIn(rule, words)
+                none, words = steadied(body, NONE)
+                self.assertIs(none, body)
+                self.assertEqual(words, [])
+
+    def test_the_setting(self):
+        self.table((("on", "on", ON), ("off", "off", NONE), ("all", "all", ALL),
+                    ("empty", "", ON), ("less", "-call_ids", ON - {"call_ids"}),
+                    ("more", "+dates, -parts", ON - {"parts"} | {"dates"}),
+                    ("on and more", "on +nonces", ON | {"nonces"}),
+                    ("these", "billing,parts", {"billing", "parts"})), toki.steady_rules)
+        with self.assertRaisesRegex(ValueError, "'colour'"):
+            toki.steady_rules("+colour")
+
+    def test_billing_header(self):
+        head = "x-anthropic-billing-header: cc_version=2.1.33.a1f; cc_entrypoint=cli; "
+
+        def content(text):
+            return steadied(st_ask({"role": "system", "content": text}, st_user()),
+                            {"billing"})[0]["messages"][0]["content"]
+        self.table((
+            ("line", head + "cch=ab12c;\n\nYou are", "You are"),
+            ("no last semicolon", head + "cch=ab12c\nYou are", "You are"),
+            ("glued", head + "cch=ab12c;You are\nme", "You are\nme"),
+            ("blank", head + "cch=ab12c; You are; me = x", "You are; me = x"),
+            ("unknown form, a line", "X-Anthropic-Billing-Header: v2 (x)\nYou", "You"),
+            ("unknown form, no line", "x-anthropic-billing-header: v2 You are x",
+             "x-anthropic-billing-header: v2 You are x"),
+            ("not in front", "You\n" + head, "You\n" + head),
+            ("first part", [{"type": "text", "text": head + "cch=1;"},
+                            {"type": "text", "text": "You"}],
+             [{"type": "text", "text": "You"}]),
+            ("in a part", [{"type": "text", "text": head + "\nYou"}],
+             [{"type": "text", "text": "You"}])), content)
+        alone = st_ask({"role": "system", "content": head}, st_user())
+        self.assertEqual(steadied(alone)[0]["messages"], [st_user()])
+        body, _ = steadied({"messages": alone["messages"][:1]}, {"billing"})
+        self.assertEqual([m["content"] for m in body["messages"]], [""])
+        quoted = st_ask(st_user(head + "\nwhat is this?"))
+        self.assertIs(steadied(quoted)[0], quoted)
+
+    def test_cache_control_goes_and_the_schemas_own_stays(self):
+        mark = {"type": "ephemeral"}
+        body = st_ask(st_user([{"type": "text", "text": "a", "cache_control": mark},
+                         {"type": "text", "text": "b"}]),
+                   dict(calling(("c", "f", '{"cache_control":1}')), cache_control=mark),
+                   cache_control=mark, tools=[dict(t, cache_control=mark) for t in TOOLS])
+        new, words = steadied(body, {"cache_control"})
+        self.assertEqual(json.dumps(new).count("cache_control"), 1 + len(TOOLS))
+        self.assertEqual(new["tools"], TOOLS)
+
+    def test_one_part_is_a_string_and_nothing_else_is(self):
+        def content(value):
+            return steadied(st_ask(st_user(value)), {"parts"})[0]["messages"][0]["content"]
+        text = {"type": "text", "text": "a"}
+        for name, value in (("two", [text, text]), ("none", []), ("picture", [
+                {"type": "image_url", "image_url": {"url": "data:"}}]), (
+                    "more fields", [dict(text, cache_control={})]), ("no text", [
+                        {"type": "text", "text": None}])):
+            with self.subTest(name):
+                self.assertEqual(content(value), value)
+        self.assertEqual(content([text]), "a")
+
+    def test_arguments_first_seen_text_wins_in_its_conversation_and_place(self):
+        memory = toki.SteadyMemory()
+
+        def texts(*args, opening="hi"):
+            body = st_ask(st_user(opening), *(calling(("c", "f", a)) for a in args))
+            new, _ = steadied(body, {"arguments"}, memory)
+            return [m["tool_calls"][0]["function"]["arguments"]
+                    for m in new["messages"][1:]]
+        self.assertEqual(texts('{"a": 1, "b":2}'), ['{"a": 1, "b":2}'])
+        self.assertEqual(texts('{"b":2,"a":1}', '{"b":2,"a":1}'),
+                         ['{"a": 1, "b":2}', '{"b":2,"a":1}'])
+        self.assertEqual(texts({"a": 1.0, "b": 2}), ['{"a": 1, "b":2}'])
+        self.assertEqual(texts('{"a":1,"b":3}'), ['{"a":1,"b":3}'])
+        self.assertEqual(texts('{"b":2,"a":1}', opening="ho"), ['{"b":2,"a":1}'])
+        self.assertEqual(texts('{"a": 1', opening="bad"), ['{"a": 1'])
+        self.assertEqual(texts({"ä": [1]}, opening="object"), ['{"ä":[1]}'])
+        self.assertEqual(texts("", None, " ", opening="empty"), ["{}"] * 3)
+
+    def test_equal_arguments(self):
+        same, other = toki.argument_key('{"a": [1, {"b": null}], "c": "é"}'), None
+        self.table((("keys", '{"c":"\\u00e9","a":[1,{"b":null}]}', True),
+                    ("float", '{"a":[1.0,{"b":null}],"c":"é"}', True),
+                    ("exponent", '{"a":[1e0,{"b":null}],"c":"é"}', True),
+                    ("object", {"c": "é", "a": [1, {"b": None}]}, True),
+                    ("true is not 1", '{"a":[true,{"b":null}],"c":"é"}', False),
+                    ("text is not 1", '{"a":["1",{"b":null}],"c":"é"}', False),
+                    ("order of a list", '{"a":[{"b":null},1],"c":"é"}', False),
+                    ("no key", '{"a":[1,{}],"c":"é"}', False)),
+                   lambda text: toki.argument_key(text) == same)
+        self.table((("none", None, "{}"), ("empty", " ", "{}"), ("object", {}, "{}"),
+                    ("a key twice", '{"a":1,"a":2}', None), ("cut", '{"a":', None),
+                    ("out of range", '{"a":1e999}', None), ("two", "{}{}", None),
+                    ("too deep", "[" * 100000, None)), toki.argument_key)
+        for a, b in (("12345678901234567890", "12345678901234567000"),
+                     ("9007199254740993.0", "9007199254740992"), ("0.1", "0.10000001")):
+            self.assertNotEqual(toki.argument_key(a), toki.argument_key(b))
+
+    def test_call_ids_by_order_of_appearance(self):
+        def ids(body, own=()):
+            out = []
+            for m in steadied(body, {"call_ids"}, own=own)[0]["messages"]:
+                out += [c.get("id") for c in m.get("tool_calls") or ()]
+                out += ["->" + m["tool_call_id"]] if m.get("tool_call_id") else []
+            return out
+        f = ("f", "{}")
+        self.table((
+            ("two and back", st_ask(st_user(), calling(("x", *f), ("y", *f)), st_result("y"),
+                                 st_result("x")),
+             ["call00001", "call00002", "->call00002", "->call00001"]),
+            ("the same id in each turn", st_ask(
+                st_user(), calling(("c", *f)), st_result("c"), calling(("c", *f)), st_result("c")),
+             ["call00001", "->call00001", "call00002", "->call00002"]),
+            ("the same id twice in one turn", st_ask(
+                st_user(), calling(("c", *f), ("c", *f)), st_result("c"), st_result("c")),
+             ["call00001", "call00002", "->call00001", "->call00002"]),
+            ("two results of one call", st_ask(st_user(), calling(("c", *f)), st_result("c"),
+                                            st_result("c")),
+             ["call00001", "->call00001", "->call00001"]),
+            ("letters only", st_ask(st_user(), calling(("call_a-1", *f)), st_result("calla1")),
+             ["call00001", "->call00001"]),
+            ("none at all", st_ask(st_user(), calling((None, *f), (None, *f)),
+                                {"role": "tool", "content": "1"},
+                                {"role": "tool", "content": "2"}),
+             ["call00001", "call00002", "->call00001", "->call00002"]),
+            ("a result without a call", st_ask(st_user(), st_result("q")), ["->q"]),
+            ("late", st_ask(st_user(), calling(("a", *f)), st_user(), st_result("a")),
+             ["call00001", "->call00001"])), ids)
+        body = st_ask(st_user(), calling(("mine", *f), ("x", *f)), st_result("mine"), st_result("x"))
+        self.assertEqual(ids(body, {"mine": 1}),
+                         ["mine", "call00002", "->mine", "->call00002"])
+
+    def test_an_own_id_is_put_back_when_the_client_changes_it(self):
+        memory = toki.SteadyMemory()
+        for i in ("mine", "other"):
+            new, _ = steadied(st_ask(st_user(), calling((i, "f", "{}")), st_result(i)),
+                              {"call_ids"}, memory, {"mine"})
+            self.assertEqual(new["messages"][1]["tool_calls"][0]["id"], "mine")
+            self.assertEqual(new["messages"][2]["tool_call_id"], "mine")
+
+    def test_schemas_are_shared_by_all_conversations(self):
+        memory = toki.SteadyMemory()
+        steadied(st_ask(st_user("a"), tools=TOOLS), ON, memory)
+        new, words = steadied(st_ask(st_user("b"), tools=[shuffled(t, 1) for t in TOOLS]), ON,
+                              memory)
+        self.assertEqual(json.dumps(new["tools"]), json.dumps(TOOLS))
+        changed = copy.deepcopy(TOOLS)
+        changed[0]["function"]["parameters"]["required"] = ["path", "limit"]
+        new, words = steadied(st_ask(st_user("b"), tools=changed), ON, memory)
+        self.assertEqual((new["tools"], words), (changed, []))
+
+    def test_dates_stand_still_within_a_day(self):
+        memory = toki.SteadyMemory()
+
+        def head(text, opening="hi"):
+            new, _ = steadied(st_ask({"role": "system", "content": text}, st_user(opening)),
+                              {"dates"}, memory)
+            return new["messages"][0]["content"]
+        first = "Now: 2026-11-30T10:41:07Z (9:05 AM)\nratio 16:09, epoch time 1764500000123"
+        self.assertEqual(head(first), first)
+        self.assertEqual(head("Now: 2026-11-30T23:59:59.5Z (9:06 AM)\nratio 16:09, "
+                              "epoch time 1764500999456"), first)
+        for other in (first.replace("11-30", "12-01"), first.replace("ratio", "Ratio"),
+                      first.replace("17645000", "17655000")):
+            self.assertEqual(head(other), other)
+        self.assertEqual(head(first.replace(":41:", ":42:"), "other opening"),
+                         first.replace(":41:", ":42:"))
+        note = {"role": "system", "content": "Now: 2026-11-30 10:41"}
+        for when in ("10:41", "10:42"):  # inside the conversation it is history
+            body = st_ask(st_user(), dict(note, content=note["content"][:-5] + when), st_user())
+            self.assertIs(steadied(body, {"dates"}, memory)[0], body)
+        plain = "see a.py:10:42 and 10:42"
+        self.assertEqual(toki._no_clock(plain), plain)
+
+    def test_user_text_is_never_touched_by_default(self):
+        texts = ["x-anthropic-billing-header: cch=1;\nhi", "request id: a1b2c3",
+                 '{"b": 1, "a":  2}', "now it is 10:42", "<think>x</think>y"]
+        for text in texts:
+            for content in (text, [{"type": "text", "text": text},
+                                   {"type": "text", "text": text}]):
+                body = st_ask(st_user(content), {"role": "assistant", "content": "x"},
+                           st_user(content))
+                self.assertIs(steadied(body)[0], body)
+
+    def test_nonces_need_a_label(self):
+        self.table((("id", "request id: a1b2c3d4", "request id: \0id"),
+                    ("tag", "<request_id>a1b2-c3</request_id>",
+                     "<request_id>\0id</request_id>"),
+                    ("time", "timestamp=2026-11-30T10:42:13Z ok", "timestamp=\0id ok"),
+                    ("no label", "delete a1b2c3d4", "delete a1b2c3d4"),
+                    ("a word", "request id: unknown", "request id: unknown")),
+                   toki._no_nonce)
+
+
+def random_json(rng, depth=3):
+    kind = rng.randrange(9 if depth else 6)
+    if kind < 6:
+        return rng.choice([None, True, False, 0, 1, -7, 1.5, 2.0, "", "a", "é\n", "\ud800",
+                           "1", "text", "user", "<think>"])
+    if kind < 7:
+        return [random_json(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return {rng.choice("abcde"): random_json(rng, depth - 1)
+            for _ in range(rng.randrange(4))}
+
+
+def random_body(rng):
+    "A sound body with everything that the rules look at."
+    messages = [{"role": "system", "content": rng.choice([
+        "You are.", "x-anthropic-billing-header: cch=%05x;\nYou are." % rng.getrandbits(20),
+        [{"type": "text", "text": "Now: 2026-11-30 %02d:42" % rng.randrange(24)}]])}]
+    n = 0
+    for _ in range(rng.randrange(1, 6)):
+        text = rng.choice(["do it", "session id: s%d" % rng.randrange(99), "why?"])
+        messages.append(st_user(rng.choice([text, [{"type": "text", "text": text}]])))
+        calls = []
+        for _ in range(rng.randrange(4)):
+            n += 1
+            calls.append((f"{rng.getrandbits(40):x}", rng.choice("fg"), json.dumps(
+                {"a": random_json(rng), "b": n}, indent=rng.choice([None, 1]))))
+        if calls:
+            messages.append(calling(*calls, content=rng.choice(["", "so:"])))
+            order = rng.sample(calls, len(calls)) if rng.random() < 0.3 else calls
+            messages += [st_result(i, f"r{i}") for i, *_ in order]
+        else:
+            messages.append({"role": "assistant", "content": "ok"})
+    if rng.random() < 0.5:
+        messages[-1] = dict(messages[-1], cache_control={"type": "ephemeral"})
+    return {"messages": messages, "model": "m",
+            "tools": [shuffled(t, rng.random()) for t in rng.sample(TOOLS, 3)]}
+
+
+def links(body):
+    "For each result, the number of the call that it belongs to."
+    seen, out, n = {}, [], 0
+    for m in body["messages"]:
+        for c in m.get("tool_calls") or ():
+            seen[c["id"]] = n = n + 1
+        if m["role"] == "tool":
+            out.append(seen.get(m["tool_call_id"]))
+    return out
+
+
+def meaning(body):
+    "What a body says, whatever its form."
+    def calls(m):
+        return [(c["function"]["name"], json.loads(c["function"]["arguments"]))
+                for c in m.get("tool_calls") or ()]
+    return ([(m["role"], toki.content_text(m["content"]), calls(m))
+             for m in body["messages"] if m["role"] != "system"],
+            [(t["function"]["name"], t) for t in body["tools"]], links(body))
+
+
+class Properties(Case):
+    def bodies(self, n=300, seed=1):
+        for i in range(n):
+            rng = random.Random(seed * 100000 + i)
+            with self.subTest(seed=i):
+                yield rng, random_body(rng)
+
+    def test_once_is_enough(self):
+        for rng, body in self.bodies():
+            memory = toki.SteadyMemory()
+            steadied(random_body(rng), ALL, memory)
+            once, _ = steadied(body, ALL, memory)
+            again, words = steadied(once, ALL, memory)
+            self.assertEqual(words, [])
+            self.assertIs(again, once)
+            fresh, _ = steadied(once, ALL)
+            self.assertEqual(json.dumps(fresh), json.dumps(once))
+
+    def test_meaning_and_links_stay(self):
+        for rng, body in self.bodies():
+            memory = toki.SteadyMemory()
+            for other in (body, shuffled(body, 7), body):
+                new, words = steadied(other, ON, memory)
+                self.assertEqual(meaning(new), meaning(body))
+                if "call_ids" in words:
+                    ids = [c["id"] for m in new["messages"]
+                           for c in m.get("tool_calls") or ()]
+                    self.assertEqual(len(set(ids)), len(ids))
+
+    def test_nothing_is_changed_in_place(self):
+        for rng, body in self.bodies(100):
+            memory = toki.SteadyMemory()
+            steadied(random_body(rng), ALL, memory)
+            before = json.dumps(body)
+            steadied(body, ALL, memory)
+            self.assertEqual(json.dumps(body), before)
+
+    def test_what_comes_later_does_not_matter(self):
+        "The beginning of a body comes out the same, whatever follows it."
+        for rng, body in self.bodies(150):
+            whole, _ = steadied(body, ALL)
+            for k in range(1, len(body["messages"])):
+                if body["messages"][k]["role"] == "tool":
+                    continue
+                part, _ = steadied(dict(body, messages=body["messages"][:k]), ALL)
+                self.assertEqual(whole["messages"][:len(part["messages"])],
+                                 part["messages"])
+
+    def test_the_order_of_keys_and_rules_does_not_matter(self):
+        for rng, body in self.bodies(100):
+            one, words = steadied(body, ALL)
+            two, again = steadied(dict(reversed(list(body.items()))), sorted(ALL)[::-1])
+            self.assertEqual((one, words), (two, again))
+            stepwise, memory = body, toki.SteadyMemory()
+            for rule in toki.STEADY_RULES:
+                stepwise, _ = steadied(stepwise, {rule}, memory)
+            self.assertEqual(stepwise, one)
+
+    def test_conversations_do_not_disturb_each_other(self):
+        "Asks of others in between change nothing but the schemas first seen."
+        for rng, body in self.bodies(60):
+            others = [random_body(random.Random(rng.random())) for _ in range(4)]
+            for k, other in enumerate(others):
+                other["messages"].insert(0, st_user(f"another opening {k}"))
+            later = shuffled(body, 3)
+            alone, mixed = toki.SteadyMemory(), toki.SteadyMemory()
+            rules = ALL - {"schema_order", "tool_order"}
+            for other in others[:2]:
+                steadied(other, rules, mixed)
+            want = [steadied(b, rules, alone) for b in (body, later)]
+            got = [steadied(body, rules, mixed)]
+            for other in others[2:]:
+                steadied(other, rules, mixed)
+            got.append(steadied(later, rules, mixed))
+            self.assertEqual(got, want)
+
+    def test_rubbish_comes_back_as_it_is(self):
+        rng = random.Random(3)
+        for i in range(3000):
+            body = {"messages": random_json(rng), "tools": random_json(rng)}
+            if i % 3:
+                body["messages"] = [dict({"role": rng.choice(
+                    ["user", "assistant", "tool", "system", None, 5, ["user"]])}, **{
+                        k: random_json(rng) for k in rng.sample(
+                            ["content", "tool_calls", "tool_call_id", "cache_control"], 3)})
+                    for _ in range(4)]
+            if i % 5 == 0:
+                body["messages"] = [{"role": "assistant", "content": random_json(rng),
+                                     "tool_calls": [{"id": random_json(rng), "function": {
+                                         "name": random_json(rng), "arguments":
+                                         random_json(rng)}}, random_json(rng)]},
+                                    {"role": "tool", "tool_call_id": random_json(rng)}] * 2
+            with self.subTest(i):
+                replies = toki.ReplayMemory()
+                replies.remember([], dict(calling(("c", "f", "{}"), ("d", "f", "{}")),
+                                          reasoning_content="x"))
+                replies.remember([], dict(calling(("c", "f", "{}")), content="a"))
+                new, _ = steadied(body, ALL)
+                toki.repair(body["messages"], replies)
+                toki.repair(new["messages"], replies)
+                if isinstance(body["messages"], list) and all(
+                        isinstance(m, dict) for m in body["messages"]):
+                    replies.remember(body["messages"], calling(("c", "f", "{}")))
+        self.assertEqual([steadied(body, ALL) for body in ([], "x", None)],
+                         [([], []), ("x", []), (None, [])])
+        deep = []
+        for _ in range(100000):
+            deep = [deep]
+        self.assertEqual(steadied(st_ask(st_user(), tools=[{"function": {"x": deep}}]))[1], [])
+        self.assertEqual(toki.repair([st_user([deep])] * 2, replies)[1], [])
+
+    def test_memory_is_bounded_and_the_front_is_kept(self):
+        memory = toki.SteadyMemory(budget=30000, entries=50)
+        rng = random.Random(1)
+        for _ in range(200):
+            steadied(random_body(rng), ALL, memory)
+            self.assertLessEqual(memory.used, 30000)
+            self.assertLessEqual(n_kept(memory), 50)
+        self.assertEqual(memory.used, sum(n for _, n in memory._forms.values()))
+        memory = toki.SteadyMemory(entries=10)
+        old = [calling(("c", "f", '{"n": %d}' % i)) for i in range(14)]
+        new = [calling(("c", "f", '{"n":%d}' % i)) for i in range(14)]
+        for n in range(1, 15):
+            steadied(st_ask(st_user(), *old[:n]), {"arguments"}, memory)
+        body, _ = steadied(st_ask(st_user(), *new), {"arguments"}, memory)
+        kept = [a == b for a, b in zip(body["messages"][1:], old)]
+        self.assertEqual(kept, [True] * 10 + [False] * 4)
+        huge = toki.SteadyMemory(budget=4000)
+        steadied(st_ask(st_user(), old[0], calling(("c", "f", '{"a": "%s"}' % ("x" * 9000)))),
+                 {"arguments"}, huge)
+        self.assertEqual(n_kept(huge), 1)
+
+
+# ============================================================================
+# REPLAY
+# ============================================================================
+GIVEN = {"role": "assistant", "content": "\n\nI look:\n\n  a\n  b \n",
+         "reasoning_content": "Two files.\nRead both.\n", "tool_calls": [
+             {"id": "c_1", "type": "function", "function": {
+                 "name": "read", "arguments": '{"path": "a", "n": 1}'}},
+             {"id": "c_2", "type": "function", "function": {
+                 "name": "read", "arguments": '{"path": "b", "n": 1}'}}]}
+BEFORE = [{"role": "system", "content": "S"}, st_user("read a and b")]
+AFTER = [st_result("c_1", "A"), st_result("c_2", "B"), st_user("thanks")]
+
+
+def copy_of(**changes):
+    m = copy.deepcopy(GIVEN)
+    m.update(changes)
+    return {k: v for k, v in m.items() if v != "gone"}
+
+
+def calls_of(*changes):
+    return [dict(copy.deepcopy(c), **(change or {}))
+            for c, change in itertools.zip_longest(GIVEN["tool_calls"], changes)]
+
+
+def with_arguments(*texts):
+    return [dict(c, function=dict(c["function"], arguments=t))
+            for c, t in zip(GIVEN["tool_calls"], texts)]
+
+
+class Replay(Case):
+    def setUp(self):
+        self.memory = toki.ReplayMemory()
+        self.memory.remember(BEFORE, GIVEN)
+
+    def repaired(self, *messages, memory=None):
+        sent = BEFORE + list(messages)
+        before = json.dumps(sent)
+        new, words = toki.repair(sent, memory or self.memory)
+        self.assertEqual(json.dumps(sent), before)
+        if not words:
+            self.assertIs(new, sent)
+        else:                            # once is enough
+            again, none = toki.repair(new, memory or self.memory)
+            self.assertIs(again, new)
+            self.assertEqual(none, [])
+        return new, words
+
+    def test_lossy_copies_are_put_right(self):
+        text, thought = "I look:\n\n  a\n  b", GIVEN["reasoning_content"]
+        for name, sent, words in (
+                ("as it was", copy_of(), []),
+                ("no reasoning", copy_of(reasoning_content="gone"), ["reasoning"]),
+                ("null reasoning", copy_of(reasoning_content=None), ["reasoning"]),
+                ("the other name", copy_of(reasoning_content="gone", reasoning=thought),
+                 ["reasoning"]),
+                ("cut short", copy_of(reasoning_content="Two files. Read..."),
+                 ["reasoning"]),
+                ("in the text", copy_of(reasoning_content="gone", content=(
+                    f"<think>{thought}</think>{text}")), ["reasoning", "reply text"]),
+                ("in a part", copy_of(reasoning_content="gone", content=[
+                    {"type": "thinking", "thinking": thought},
+                    {"type": "text", "text": text}]), ["reasoning", "reply text"]),
+                ("trimmed", copy_of(content=text), ["reply text"]),
+                ("other line ends", copy_of(content=text.replace("\n", "\r\n")),
+                 ["reply text"]),
+                ("in two parts", copy_of(content=[{"type": "text", "text": "I look:"},
+                                                  {"type": "text", "text": "  a\n  b"}]),
+                 ["reply text"]),
+                ("cut in a word", copy_of(content=[{"type": "text", "text": "I lo"},
+                                                   {"type": "text", "text": text[4:]}]),
+                 ["reply text"]),
+                ("arguments", copy_of(tool_calls=with_arguments(
+                    '{"n":1,"path":"a"}', {"path": "b", "n": 1.0})), ["reply arguments"])):
+            with self.subTest(name):
+                new, said = self.repaired(sent, *AFTER)
+                self.assertEqual(said, words)
+                self.assertEqual(new, BEFORE + [GIVEN] + AFTER)
+
+    def test_ids_and_what_hangs_on_them(self):
+        for name, ids, answers in (
+                ("new", ("x", "y"), ("x", "y")), ("letters", ("c1", "c2"), ("c1", "c2")),
+                ("gone", (None, None), (None, None)), ("swapped", ("x", "y"), ("y", "x")),
+                ("twice the same", ("x", "x"), ("x", "x")),
+                ("lost in the results", ("x", "y"), ("p", "q"))):
+            with self.subTest(name):
+                sent = copy_of(tool_calls=calls_of(*({"id": i} for i in ids)))
+                new, said = self.repaired(sent, *(st_result(i, t) for i, t in zip(
+                    answers, "AB")), st_user("thanks"))
+                self.assertEqual(said, ["reply ids"])
+                want = ["c_2", "c_1"] if name == "swapped" else ["c_1", "c_2"]
+                self.assertEqual([m["tool_call_id"] for m in new[3:5]], want)
+                self.assertEqual(new[2], GIVEN)
+
+    def test_split_and_merged_calls(self):
+        one, two = GIVEN["tool_calls"]
+        text = {"role": "assistant", "content": "I look:\n\n  a\n  b"}
+        a, b = ({"role": "assistant", "content": None, "tool_calls": [c]}
+                for c in (one, two))
+        for name, sent in (("items", [text, a, b, *AFTER]),
+                           ("each with its result", [text, a, AFTER[0], b, *AFTER[1:]]),
+                           ("text with the first", [dict(a, content=text["content"]),
+                                                    AFTER[0], b, *AFTER[1:]])):
+            with self.subTest(name):
+                new, said = self.repaired(*sent)
+                self.assertEqual(said, ["reasoning", "reply order"])
+                self.assertEqual(new, BEFORE + [GIVEN] + AFTER)
+        later = dict(calling(("c_3", "write", '{"path": "c"}'), content="Now c."),
+                     reasoning_content="Write.")
+        self.memory.remember(BEFORE + [GIVEN] + AFTER[:2], later)
+        merged = copy_of(reasoning_content="gone", content="I look:\n  a\n  b\n\nNow c.",
+                         tool_calls=GIVEN["tool_calls"] + later["tool_calls"])
+        new, said = self.repaired(merged, *AFTER[:2], st_result("c_3", "C"), st_user("so?"))
+        self.assertEqual(new, BEFORE + [GIVEN] + AFTER[:2] + [
+            later, st_result("c_3", "C"), st_user("so?")])
+        self.assertEqual(said, ["reasoning", "reply order"])
+        for name, odd in (
+                ("another call", dict(merged, tool_calls=with_arguments("{}", "{}")
+                                      + later["tool_calls"])),
+                ("another second call", dict(merged, tool_calls=GIVEN["tool_calls"]
+                                             + calling(("c_3", "rm", "{}"))["tool_calls"])),
+                ("another text", dict(merged, content="I see:\n  a\n  b\n\nNow c.")),
+                ("another second text", dict(merged, content="I look:\n  a\n  b\n\nSo.")),
+                ("a text that goes on", dict(merged, content="I look:\n  a\n  bNow c.")),
+                ("other thoughts", dict(merged, reasoning_content="Two files. No.")),
+                ("an id twice", dict(merged, tool_calls=[dict(c, id="c_1") for c in merged[
+                    "tool_calls"]])),
+                ("no ids", dict(merged, tool_calls=[{k: c[k] for c in [c] for k in (
+                    "type", "function")} for c in merged["tool_calls"]]))):
+            with self.subTest(name):
+                sent = [odd, *AFTER[:2], st_result("c_3", "C"), st_user("so?")]
+                self.assertEqual(self.repaired(*sent)[1], [])
+        sent = [merged, *AFTER[:2], st_result("c_9", "C"), st_user("so?")]
+        self.assertEqual(self.repaired(*sent)[1], [])
+        self.assertEqual(self.repaired(merged, *AFTER[:2])[1], [])   # an open end
+        both = dict(merged, reasoning_content="Two files.\nRead both.\nWrite.")
+        self.assertEqual(self.repaired(both, *AFTER[:2], st_result("c_3", "C"),
+                                       st_user("so?"))[0], new)
+
+    def test_what_is_not_certain_is_left_alone(self):
+        other = copy_of(reasoning_content="gone")
+        for name, messages in (
+                ("text edited", [dict(other, content="I look: c"), *AFTER]),
+                ("indentation edited", [dict(other, content="I look:\n\na\n  b"), *AFTER]),
+                ("text dropped", [dict(other, content=""), *AFTER]),
+                ("text added", [dict(other, content=GIVEN["content"] + "!"), *AFTER]),
+                ("other thoughts", [copy_of(reasoning_content="Hm."), *AFTER]),
+                ("other thoughts in a part", [copy_of(reasoning_content="gone", content=[
+                    {"type": "thinking", "thinking": "Hm."},
+                    {"type": "text", "text": GIVEN["content"]}]), *AFTER]),
+                ("a picture added", [copy_of(content=[
+                    {"type": "text", "text": GIVEN["content"]},
+                    {"type": "image_url", "image_url": {"url": "data:"}}]), *AFTER]),
+                ("other thoughts in the text", [copy_of(
+                    reasoning_content="gone",
+                    content="<think>Hm.</think>" + GIVEN["content"]), *AFTER]),
+                ("arguments edited", [dict(other, tool_calls=with_arguments(
+                    '{"path":"x","n":1}', '{"path":"b","n":1}')), *AFTER]),
+                ("true for 1", [dict(other, tool_calls=with_arguments(
+                    '{"path":"a","n":true}', '{"path":"b","n":1}')), *AFTER]),
+                ("a call dropped", [dict(other, tool_calls=GIVEN["tool_calls"][:1]),
+                                    *AFTER]),
+                ("a call added", [dict(other, tool_calls=GIVEN["tool_calls"] * 2), *AFTER]),
+                ("calls swapped", [dict(other, tool_calls=GIVEN["tool_calls"][::-1]),
+                                   *AFTER]),
+                ("elsewhere", [st_user("and?"), other, *AFTER]),
+                ("a beginning to go on from", [other]),
+                ("merged with an unknown one", [dict(other, tool_calls=GIVEN[
+                    "tool_calls"] + calling(("c_3", "write", "{}"))["tool_calls"]), *AFTER,
+                    st_result("c_3")])):
+            with self.subTest(name):
+                new, said = self.repaired(*messages)
+                self.assertEqual(said, [])
+        for name, messages in (
+                ("another opening", [BEFORE[0], st_user("read a"), other, *AFTER]),
+                ("the user's words trimmed", [BEFORE[0], st_user("read a and b "), other,
+                                              *AFTER])):
+            with self.subTest(name):
+                self.assertIs(toki.repair(messages, self.memory)[0], messages)
+        new, said = toki.repair(BEFORE + [other] + AFTER, self.memory, "somebody else")
+        self.assertEqual(said, [])
+        new, _ = self.repaired(other, *AFTER, other, *AFTER)
+        self.assertEqual(new[6], other)  # the same copy again, at another place
+
+    def test_user_and_tool_text_is_never_touched(self):
+        sent = [copy_of(reasoning_content="gone"), st_result("c_1", " A \n"), st_result("c_2"),
+                st_user(" x "), {"role": "assistant", "content": " y "}, st_user("z")]
+        new, _ = self.repaired(*sent)
+        self.assertEqual(new[3:], sent[1:])
+
+    def test_a_user_who_says_what_the_model_said(self):
+        self.memory.remember(BEFORE, {"content": "ok "})
+        new, said = self.repaired(st_user("ok"), st_user("ok"))
+        self.assertEqual(said, [])
+
+    def test_the_head_may_change(self):
+        "A new date in the system prompt must not take the thoughts out of the history."
+        sent = [{"role": "system", "content": "Tuesday"}, BEFORE[1],
+                copy_of(reasoning_content="gone"), *AFTER]
+        new, said = toki.repair(sent, self.memory)
+        self.assertEqual(said, ["reasoning"])
+        sent.insert(2, {"role": "system", "content": "inside it counts"})
+        self.assertEqual(toki.repair(sent, self.memory)[1], [])
+
+    def test_of_twins_the_youngest_wins(self):
+        for thought in ("one", "two", "three"):
+            self.memory.remember(BEFORE, dict(GIVEN, reasoning_content=thought))
+        lost = copy_of(reasoning_content="gone")
+        self.assertEqual(self.repaired(lost, *AFTER)[0][2]["reasoning_content"], "three")
+        told = copy_of(reasoning_content="two")
+        self.assertEqual(self.repaired(told, *AFTER)[1], [])
+        self.memory.remember(BEFORE, dict(GIVEN, reasoning_content="one"))
+        self.assertEqual(self.repaired(lost, *AFTER)[0][2]["reasoning_content"], "one")
+        renamed = dict(GIVEN, tool_calls=calls_of({"id": "n_1"}, {"id": "n_2"}))
+        self.memory.remember(BEFORE, GIVEN)
+        self.memory.remember(BEFORE, renamed)        # but who is told by its ids, is
+        self.assertEqual(self.repaired(copy_of(content=GIVEN["content"].strip()), *AFTER)[
+            0][2], GIVEN)
+        for i in range(20):
+            self.memory.remember(BEFORE, dict(GIVEN, reasoning_content=str(i)))
+        self.assertEqual(n_kept(self.memory), 1)
+        self.assertLess(self.memory.used, 10000)
+
+    def test_an_engine_without_ids(self):
+        memory = toki.ReplayMemory()
+        bare = copy.deepcopy(GIVEN)
+        for c in bare["tool_calls"]:
+            del c["id"]
+        memory.remember(BEFORE, bare)
+        new, said = self.repaired(copy_of(reasoning_content="gone"), *AFTER, memory=memory)
+        self.assertEqual(new, BEFORE + [GIVEN] + AFTER)
+        new, _ = self.repaired(copy_of(content="I look:\n\n  a\n  b", tool_calls=calls_of(
+            {"id": "x"}, {"id": "y"})), st_result("x", "A"), st_result("y", "B"), st_user("thanks"),
+            memory=memory)
+        self.assertEqual([m["tool_call_id"] for m in new[3:5]], ["x", "y"])
+        said = self.repaired(copy_of(reasoning_content="gone"), *AFTER, memory=memory)[1]
+        self.assertEqual((said, memory.ids), (["reasoning"], {}))
+
+    def test_memory_is_bounded_ids_are_counted_the_front_is_kept(self):
+        memory = toki.ReplayMemory(budget=20000, entries=12)
+        true = [st_user("go")]
+        for n in range(40):
+            reply = calling((f"id{n}", "f", '{"n": %d}' % n), content=f"say {n} ")
+            toki.repair(true + [st_user("?")], memory)
+            memory.remember(true, reply)
+            true += [reply, st_result(f"id{n}")]
+            self.assertLessEqual(memory.used, 20000)
+            self.assertLessEqual(n_kept(memory), 12)
+        self.assertEqual(set(memory.ids), {c["id"] for turns in memory._turns.values()
+                                           for t in turns for c in t.message["tool_calls"]})
+        lossy = [dict(m, content=m["content"].strip()) for m in true]
+        new, _ = toki.repair(lossy, memory)
+        kept = [a == b for a, b in zip(new, true) if a["role"] == "assistant"]
+        self.assertEqual(kept[:10], [True] * 10)
+        for n in range(40):
+            memory.remember([st_user(f"other {n}")], {"content": f"r{n}"})
+        self.assertEqual(memory.ids, {})
+
+    def test_what_says_nothing_or_is_huge_is_not_kept(self):
+        memory = toki.ReplayMemory(budget=30000)
+        memory.remember(BEFORE, {"role": "assistant", "content": None})
+        memory.remember(BEFORE, {"role": "assistant", "content": "x" * 9000})
+        self.assertEqual((n_kept(memory), memory.used), (0, 0))
+
+    def test_life_after_a_restart(self):
+        setup, memory = n_kept(self.memory), toki.ReplayMemory()
+        rows = [self.memory.remember([st_user("é\ud800")], {"content": " a\ud800 "}),
+                self.memory.remember(BEFORE, GIVEN),
+                self.memory.remember(BEFORE, dict(GIVEN, reasoning_content="again"))]
+        for place, message in json.loads(json.dumps(rows)):
+            memory.restore(place, message)
+        self.assertEqual(n_kept(memory), n_kept(self.memory) - setup + 1)
+        lost = copy_of(reasoning_content="gone")
+        self.assertEqual(self.repaired(lost, *AFTER, memory=memory),
+                         self.repaired(lost, *AFTER))
+        rng, odd = random.Random(1), toki.ReplayMemory()
+        for i in range(500):
+            odd.restore(random_json(rng), random_json(rng))
+            odd.restore("00ff", {"content": random_json(rng),
+                                 "tool_calls": random_json(rng)})
+
+
+class RecallRoom(Case):
+    "What toki remembers between asks, through the gateway."
+    HEAD = [{"role": "system", "content": say("head", 90)}]
+
+    def turn(self, c, messages, stream=True, **more):
+        "(assistant's message, cache) of an ask."
+        if not stream:
+            r = c.chat(messages, 12, **more)
+            return r["choices"][0]["message"], r["cache"]
+        whole, cache = toki.Assembler("chat"), None
+        for event in c.stream(messages, 12, **more):
+            if event != "[DONE]":
+                cache = event.pop("cache", cache)
+                whole.add(event)
+        return whole.message(), cache
+
+    def lossy(self, d, stream=True, **more):
+        "[cache] of three turns of a client that sends no thoughts back."
+        c, messages, out = Client(d), list(self.HEAD), []
+        for word in ("one", "two", "three"):
+            messages = messages + [{"role": "user", "content": say(word, 40)}]
+            reply, cache = self.turn(c, messages, stream, **more)
+            out.append(cache)
+            messages.append({"role": "assistant", "content": reply["content"]})
+        return out
+
+    def test_a_lossy_copy_is_put_right(self):
+        for stream in (True, False):
+            with self.subTest(stream=stream):
+                fake, bodies = self.fake(reasoning=6), []
+                fake.inject(lambda path, body: bodies.append(body)
+                            if path == "/v1/chat/completions" else None)
+                first, *later = self.lossy(self.daemon(fake), stream)
+                self.assertEqual([c["steadied"] for c in (first, *later)],
+                                 [[], ["reasoning"], ["reasoning"]])
+                told = [[bool(m.get("reasoning_content")) for m in b["messages"]
+                         if m["role"] == "assistant"] for b in bodies]
+                self.assertEqual(told, [[], [True], [True, True]])
+
+    def test_switched_off_it_costs_the_reply(self):
+        d = self.daemon(self.fake(reasoning=6), replay="off")
+        self.assertEqual([c["steadied"] for c in self.lossy(d)], [[], [], []])
+
+    def test_raw_asks_go_as_they_are(self):
+        caches = self.lossy(self.daemon(self.fake(reasoning=6)), toki={"mode": "raw"})
+        self.assertEqual([c["steadied"] for c in caches], [[], [], []])
+
+    def test_a_restart_loses_no_reply(self):
+        fake, state = self.fake(reasoning=6), self.folder()
+        d = self.daemon(fake, state=state)
+        messages = self.HEAD + [{"role": "user", "content": say("a", 40)}]
+        reply, _ = self.turn(Client(d), messages)
+        messages += [{"role": "assistant", "content": reply["content"]},
+                     {"role": "user", "content": "go on"}]
+        d.close()
+        self.assertEqual(os.stat(os.path.join(state, "recall.db")).st_mode & 0o77, 0)
+        d = self.daemon(fake, state=state)
+        self.assertEqual(self.turn(Client(d), messages)[1]["steadied"], ["reasoning"])
+        with open(os.path.join(state, "recall.db"), "rb") as f:
+            self.assertIn(reply["content"].encode(), f.read())
+        c = Client(d)
+        c.json("POST", "/toki/forget", {}, headers={"x-api-key": c.token})
+        d.close()
+        for name in os.listdir(state):
+            if name.startswith("recall.db"):
+                with open(os.path.join(state, name), "rb") as f:
+                    self.assertNotIn(reply["content"].encode(), f.read(), name)
+        d = self.daemon(fake, state=state)
+        self.assertEqual(self.turn(Client(d), messages)[1]["steadied"], [])
+
+    def test_another_key_gets_no_thoughts_of_ours(self):
+        d = self.daemon(self.fake(reasoning=6))
+        messages = self.HEAD + [{"role": "user", "content": say("a", 40)}]
+        mine = {"headers": {"Authorization": "Bearer mine"}}
+        reply, _ = self.turn(Client(d), messages, False, **mine)
+        messages += [{"role": "assistant", "content": reply["content"]},
+                     {"role": "user", "content": "go on"}]
+        yours = {"headers": {"Authorization": "Bearer yours"}}
+        self.assertEqual(self.turn(Client(d), messages, False, **yours)[1]["steadied"],
+                         [])
+        self.assertEqual(self.turn(Client(d), messages, False, **mine)[1]["steadied"],
+                         ["reasoning"])
+
+    def test_a_repair_that_does_not_fit_is_left_out(self):
+        d = self.daemon(self.fake(reasoning=300, n_ctx=640))
+        c, user = Client(d), {"role": "user", "content": say("a", 60)}
+        reply = c.chat([user], 330)["choices"][0]["message"]
+        self.assertGreater(len(reply["reasoning_content"]), 300)
+        more = [user, {"role": "assistant", "content": reply["content"]},
+                {"role": "user", "content": say("b", 60)}]
+        n = c.json("POST", "/tokenize", {"content": json.dumps(more)})
+        self.assertLess(len(n["tokens"]), 600)
+        cache = c.chat(more, 8)["cache"]
+        self.assertEqual(cache["steadied"], [])
+
+    def test_what_is_changed_at_every_ask_is_made_steady(self):
+        d = self.daemon(self.fake())
+        c, out = Client(d), []
+        tool = {"type": "function", "function": {"name": "f", "description": say("f"),
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"},
+                                                                "b": {}}}}}
+        for n in range(3):
+            # keys of the schema in another order, a text as a part, a cache mark
+            shuffled = {k: tool["function"][k] for k in
+                        list(tool["function"])[n:] + list(tool["function"])[:n]}
+            out.append(c.chat([
+                {"role": "system", "content": [dict(
+                    {"type": "text", "text": self.HEAD[0]["content"]},
+                    **({"cache_control": {"type": "ephemeral"}} if n % 2 else {}))]},
+                {"role": "user", "content": "q"}],
+                tools=[dict(tool, function=shuffled)])["cache"])
+        self.assertEqual(out[1]["steadied"], ["cache_control", "parts", "schema_order"])
+        self.assertEqual([x["computed_tokens"] for x in out[1:]], [1, 1])
+        off = self.daemon(self.fake(), steady="off")
+        self.assertEqual(Client(off).chat([{"role": "user", "content": [
+            {"type": "text", "text": "q"}]}])["cache"]["steadied"], [])
+
+    def test_stored_responses_outlive_the_daemon(self):
+        fake, state = self.fake(), self.folder()
+        d = self.daemon(fake, state=state)
+        first = Client(d).json("POST", "/v1/responses", {
+            "model": "m", "input": say("a", 60), "max_output_tokens": 5})
+        d.close()
+        d = self.daemon(fake, state=state)
+        second = Client(d).json("POST", "/v1/responses", {
+            "model": "m", "input": "more", "max_output_tokens": 5,
+            "previous_response_id": first["id"]})
+        self.assertGreater(second["usage"]["input_tokens"],
+                           first["usage"]["input_tokens"])
+        Client(d).json("POST", "/v1/responses", {
+            "model": "m", "input": "x", "previous_response_id": "resp_no"}, 400)
+
+    def test_trouble_with_a_memory_costs_no_ask(self):
+        d = self.daemon(self.fake())
+        d.recall._replies = None
+        self.assertEqual(Client(d).chat("hello")["cache"]["steadied"], [])
 
 
 class Seam(Case):
@@ -9994,14 +12292,19 @@ ROOMS = {
     "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
     "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
     "WIRE": (Wire,), "TURNS": (Turns,),
-    "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam), "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
-    "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,), "PICK": (Pick,), "REGISTRY": (RegistryRoom,),
+    "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam),
+    "RESPONSES": (ResponsesRoom,), "OUTPUTS": (OutputsRoom,),
+    "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
+    "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
+    "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
+    "PICK": (Pick,), "REGISTRY": (RegistryRoom,),
     "EDGES": (EdgesRoom,), "FETCH": (Fetch,), "UNPACK": (Unpack,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
-    "LEDGER": (LedgerRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
+    "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
-    "GATEWAY": (GatewayRoom,), "INSTALL": (Install, InstallLlama, Compile, InstallScript,
-                                    InstallBat),
+    "GATEWAY": (GatewayRoom, ResponsesRoute),
+    "INSTALL": (Install, InstallLlama, Compile, InstallScript,
+                InstallBat),
     "STACK": (Stack,), "SERVICE": (Service,),
     "COMMANDS": (Commands, ModelCommands),
     "MODELS": (ModelsRoom,), "PULL": (PullRoom,),

@@ -25,41 +25,46 @@ values out), the rest touches the world, and only through the doors of EDGES.
     7  WIRE      what an ask and a reply look like; SSE framing; error bodies
     8  TURNS     a conversation in no dialect, folded into what templates accept
     9  ANTHROPIC the Messages dialect: to chat, and the reply back
-    10 BOOK      what we believe the slots hold; changed only by events
-    11 DECIDE    which slot, what is destroyed, and why
-    12 WHY       why were these tokens computed, though something like them was known?
-    13 GGUF      what a model file's header says about memory
-    14 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    10 RESPONSES OpenAI's Responses dialect: what its items mean as a chat
+    11 OUTPUTS   the chat stream told as Responses events
+    12 STEADY    what changes from ask to ask although nothing new is said
+    13 REPLAY    lossy copies of our own replies, put right again
+    14 BOOK      what we believe the slots hold; changed only by events
+    15 DECIDE    which slot, what is destroyed, and why
+    16 WHY       why were these tokens computed, though something like them was known?
+    17 GGUF      what a model file's header says about memory
+    18 SLOTFILE  a saved slot: its tokens, deltas, a wider window
     0  ASSETS    which release file fits this machine?
     0  REMEDY    an engine that will not start: what to change
     0  UNITS     what service managers want to read
     0  PICK      which files of a listing make one model, and which to take?
     0  REGISTRY  the models file: what it may say, where it is wrong
-    15 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    16 MACHINE   where state lives; memory; who runs
-    17 ENGINE    one llama-server: talk, probe, start, watch, stop
+    19 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    20 MACHINE   where state lives; memory; who runs
+    21 ENGINE    one llama-server: talk, probe, start, watch, stop
     0  FETCH     files from web servers: redirects, resume, digests
-    18 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    19 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    20 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    21 MOVES     state from slot to shelf and back, under a lease
-    22 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    23 CERTIFY   may restored contexts be trusted here?
-    24 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    25 HTTP      framing, limits, deadlines: a server made of http.server
-    26 GATEWAY   routes: bytes in and out, never decides
+    22 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    23 RECALL    what was said before, for the asks that come after
+    24 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    25 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    26 MOVES     state from slot to shelf and back, under a lease
+    27 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    28 CERTIFY   may restored contexts be trusted here?
+    29 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    30 HTTP      framing, limits, deadlines: a server made of http.server
+    31 GATEWAY   routes: bytes in and out, never decides
     0  UNPACK    archives from elsewhere, opened safely
     0  ENGINES   engines side by side: receipts, the pointer
     0  RELEASE   what llama.cpp's releases offer this machine
     0  PROBE     does this engine run here, on the device asked for?
     0  MODELS    the models of this machine: import, check, use, remove
     0  PULL      a model from the hub: pinned, resumed, checked, registered
-    27 INSTALL   get an engine and a starter model
-    28 STACK     up, down, status: engine and daemon as one thing
+    32 INSTALL   get an engine and a starter model
+    33 STACK     up, down, status: engine and daemon as one thing
     0  SERVICE   toki as a service of this user
-    29 BENCH     toki's own cost, soak, and the everyday situations
-    30 DOCTOR    is everything fit, and if not, what to do
-    31 COMMANDS  one function per subcommand, then main
+    34 BENCH     toki's own cost, soak, and the everyday situations
+    35 DOCTOR    is everything fit, and if not, what to do
+    36 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -90,6 +95,7 @@ import io
 import json
 import logging
 import logging.handlers
+import math
 import operator
 import os
 import queue
@@ -112,7 +118,7 @@ import zipfile
 import zlib
 from array import array
 from collections import OrderedDict, deque
-from typing import Any, Callable, Iterable, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Container, Iterable, NamedTuple, Optional, Sequence
 
 __version__ = "0.1.0"
 
@@ -242,7 +248,7 @@ def prose(seed: int, n_words: int) -> str:
 # ============================================================================
 # 2. SETTINGS - every knob, declared once, resolved once.
 #    uses: WORDS.  offers: Setting, SETTINGS, Config, load_config, env_name,
-#    CONFIG_SECTION.
+#    CONFIG_SECTION, STEADY_RULES, STEADY_DEFAULT, steady_rules.
 # ============================================================================
 CONFIG_SECTION = "toki"
 
@@ -280,6 +286,46 @@ def _seconds(text: Any) -> float:
     if not 0 <= value < 1e9:
         raise ValueError("seconds, 0 or more, expected")
     return value
+
+
+STEADY_RULES = {             # name -> what is made steady, in the order applied
+    "billing": "the x-anthropic-billing-header line in front of a system prompt",
+    "cache_control": "cache_control fields",
+    "parts": "a list with one text part, against the plain text",
+    "schema_order": "the order of keys in the schema of a tool",
+    "tool_order": "the order of the tools",
+    "dates": "the time of day in a system prompt",
+    "nonces": "labelled ids and times in user text",
+    "arguments": "blanks and key order in the arguments of earlier calls",
+    "call_ids": "ids of tool calls that a client makes up anew"}
+STEADY_DEFAULT = frozenset(STEADY_RULES) - {"tool_order", "dates", "nonces"}
+
+
+def steady_rules(text: Any) -> frozenset:
+    """The rules meant by a setting: on, off, all; names alone; +name and -name change
+    the usual ones.  "on", "-call_ids, +dates", "billing parts".  ValueError names the
+    word that is no rule."""
+    words = str(text).replace(",", " ").lower().split()
+    named = bool(words) and words[0] in STEADY_RULES
+    rules = set() if named else set(STEADY_DEFAULT)
+    for word in words:
+        name = word.lstrip("+-")
+        if word in ("on", "off", "all"):
+            rules = {"on": set(STEADY_DEFAULT), "off": set(),
+                     "all": set(STEADY_RULES)}[word]
+        elif name not in STEADY_RULES:
+            raise ValueError("on, off, all, or names out of " + ", ".join(STEADY_RULES)
+                             + f" expected, not {name!r}")
+        elif word.startswith("-"):
+            rules.discard(name)
+        else:
+            rules.add(name)
+    return frozenset(rules)
+
+
+def _rule_words(text: Any) -> str:
+    steady_rules(text)
+    return str(text).strip()
 
 
 class Setting(NamedTuple):
@@ -350,6 +396,10 @@ SETTINGS = (
             "pin again when an attached engine had no other traffic this long, in s"),
     Setting("shortcut", True, _switch, "tokenize only the new end of a known prompt"),
     Setting("memory_mb", 6, _natural, "memory for known prompts and texts, in MiB"),
+    Setting("steady", "on", _rule_words, "made steady in asks: on, off, all, or names "
+            "of rules; +name and -name change the usual ones"),
+    Setting("replay", True, _switch, "put back what a client lost of replies that it "
+            "sends again"),
     Setting("history", True, _switch,
             "keep the ledger of asks and their token ids, never text"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
@@ -911,6 +961,11 @@ class Request(NamedTuple):
     media: bool = False
     limit: Optional[int] = None  # tokens of output at most, None: unlimited
     lora: str = ""               # adapters make a namespace of their own
+    asked: Any = None            # the body as it came, in its own dialect
+    at: int = 0                  # when, in wall-clock seconds
+    owner: str = ""              # whose replies may be put back: a digest
+    steadied: tuple = ()         # what STEADY, REPLAY and FALLBACK changed
+    sent: Optional[list] = None  # the messages as they came, where some were changed
 
 
 def _digest(value: Any) -> str:
@@ -1373,6 +1428,7 @@ class Dialect(NamedTuple):
     reply: Callable              # (plain chat reply, Request, id, model) -> reply
     error: Callable              # (TokiError, request id) -> (status, envelope)
     headers: Callable            # (TokiError or None, request id) -> headers
+    prefix: str = "msg"          # of the ids of its replies
 
 
 class Item(NamedTuple):
@@ -1542,9 +1598,6 @@ def _content(many: Sequence[Sequence[dict]], role: str) -> Any:
 #    anthropic_models, count_tokens_reply.
 # ============================================================================
 _SIGNATURE = "toki"          # clients drop thoughts without one; any is taken back
-_BILLING = "x-anthropic-billing-header:"
-_BILLING_HEAD = re.compile(_BILLING + r"(?:[ \t]*[\w-]+=[^;\n]*;)*"
-                           r"(?:[ \t]*[\w-]+=[^;\s]*(?=\s|$))?\s*")
 _EFFORTS = {"xhigh": "high", "max": "high"}      # templates know three
 
 
@@ -1564,15 +1617,9 @@ def _blocks(content: Any, where: str) -> list:
     return out
 
 
-def _without_billing(content: Any, where: str) -> list:
-    """Text parts of a system prompt without the line that Claude Code changes with
-    every conversation (F-24)."""
-    if isinstance(content, str):
-        return [text_part(_BILLING_HEAD.sub("", content, count=1)
-                          if content.startswith(_BILLING) else content)]
-    texts = [need_text(b.get("text"), place + ".text")
-             for b, place in _blocks(content, where) if b["type"] == "text"]
-    return [text_part(t) for t in texts if not t.startswith(_BILLING)]
+def _system_texts(content: Any, where: str) -> tuple:
+    return tuple(text_part(need_text(b.get("text"), place + ".text"))
+                 for b, place in _blocks(content, where) if b["type"] == "text")
 
 
 class _Reader:
@@ -1585,7 +1632,7 @@ class _Reader:
     def items(self, system: Any, messages: Any) -> list:
         out = []
         if system is not None:
-            out.append(Item("system", tuple(_without_billing(system, "system"))))
+            out.append(Item("system", _system_texts(system, "system")))
         if not isinstance(messages, list) or not messages:
             raise bad_at("messages", "a list with at least one message expected")
         for i, message in enumerate(messages):
@@ -1598,7 +1645,7 @@ class _Reader:
         content = message.get("content")
         place = where + ".content"
         if role in ("system", "developer"):
-            return [Item("system", tuple(_without_billing(content, place)))]
+            return [Item("system", _system_texts(content, place))]
         if role == "assistant":
             return [self._turn([] if content is None else content, place)]
         if role != "user":
@@ -2311,7 +2358,2003 @@ ANTHROPIC = Dialect(anthropic_to_chat, AnthropicStream, anthropic_reply,
 
 
 # ============================================================================
-# 10. BOOK - what we believe the slots hold; changed only by events.
+# 10. RESPONSES - OpenAI's /v1/responses: what its items mean as a chat.
+#    uses: WORDS, TURNS.  offers: responses_to_chat, input_items, stored_items,
+#    Chains, Link, input_tokens_reply, ClientTool, client_tools, includes, seal,
+#    strict_json, is_object.  pure: no clock, no I/O.
+#
+#    A turn of the assistant is one chat message there and many items here:
+#
+#        reasoning_content  "why"     <->  reasoning         rs_  content: why
+#        content            "text"    <->  message           msg_ output_text: text
+#        tool_calls[0]      f(...)    <->  function_call     fc_  call_id, arguments
+#        tool_calls[1]      patch({"input": "..."})
+#                                     <->  custom_tool_call  ctc_ call_id, input
+#        role "tool"                  <->  ..._call_output        call_id, output
+#
+#    What OUTPUTS sent as items comes back as the message that the engine had written,
+#    to the character, so that the next prompt extends what its slot holds.
+# ============================================================================
+_SEAL = "toki1:"             # our reasoning, for clients that keep only sealed text
+_NAME_MOST = 64              # characters that OpenAI allows in the name of a tool
+_SAME_FIELDS = (             # mean the same in both dialects
+    "model", "parallel_tool_calls", "prompt_cache_key", "stream", "temperature",
+    "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "repeat_penalty", "chat_template_kwargs", "lora", "toki", "cache_prompt")
+_EFFORT_WORDS = {"minimal": "low", "xhigh": "high", "max": "high"}   # of the three
+_TEXT_PARTS = {              # type of a part -> the field with its text
+    "input_text": "text", "output_text": "text", "text": "text",
+    "summary_text": "text", "reasoning_text": "text", "refusal": "refusal"}
+_OWN_CALLS = {"local_shell_call": "action", "shell_call": "action",
+              "apply_patch_call": "operation"}   # run by the client; -> what to run
+
+
+# ---- tools -----------------------------------------------------------------------
+class ClientTool(NamedTuple):
+    "A tool as the client knows it."
+    kind: str                    # "function" | "custom"
+    space: str                   # its namespace, "" without
+    name: str
+
+
+def _flat_name(space: str, name: str) -> str:
+    "One name for a tool in a namespace: mcp, search -> mcp__search."
+    flat = f"{space}__{name}" if space else name
+    if not space or len(flat) <= _NAME_MOST:
+        return flat
+    mark = hashlib.blake2b(flat.encode("utf-8", "surrogatepass"), digest_size=4)
+    return f"{flat[:_NAME_MOST - 9]}_{mark.hexdigest()}"
+
+
+def _listed_tools(tools: Any, where: str = "tools", space: str = "") -> list:
+    "[(ClientTool, its definition, place)]; what OpenAI would run itself is left out."
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise bad_at(where, "a list of tools expected")
+    out = []
+    for i, tool in enumerate(tools):
+        here = f"{where}[{i}]"
+        kind = need_object(tool, here).get("type")
+        if kind in ("function", "custom", "namespace"):
+            name = tool.get("name")
+            if not isinstance(name, str) or not name:
+                raise bad_at(here + ".name", "a name is needed",
+                             "tools are flat here: type, name, parameters side by side")
+            if kind == "namespace" and not space:
+                inner = _listed_tools(tool.get("tools"), here + ".tools", name)
+                out += _introduced(inner, name, tool.get("description"))
+            elif kind != "namespace":
+                out.append((ClientTool(kind, space, name), tool, here))
+    return out
+
+
+def _introduced(listed: list, space: str, about: Any) -> list:
+    """What is said of a namespace (an MCP server's instructions) goes to the first of
+    its tools: a chat has no other place for it that stays where it is."""
+    if listed and isinstance(about, str) and about:
+        tool, given, where = listed[0]
+        text = f"About {space}: {about}\n\n{given.get('description') or ''}".strip()
+        listed[0] = (tool, dict(given, description=text), where)
+    return listed
+
+
+def client_tools(tools: Any) -> dict:
+    """Flat name -> (ClientTool, chat tool), in the client's order.
+
+    A flat name that is taken (a function `a__b` beside `b` in a namespace `a`) gets
+    the mark of its kind; the same tool twice counts once.
+    """
+    out: dict = {}
+    for tool, given, where in _listed_tools(tools):
+        flat = _flat_name(tool.space, tool.name)
+        while flat in out and out[flat][0] != tool:
+            flat += "_" + tool.kind[0]
+        if flat not in out:
+            out[flat] = (tool, {"type": "function",
+                                "function": _chat_function(flat, tool, given, where)})
+    return out
+
+
+def _chat_function(flat: str, tool: ClientTool, given: dict, where: str) -> dict:
+    out: dict = {"name": flat}
+    text = given.get("description")
+    if tool.kind == "custom":
+        text = "\n\n".join(filter(None, (
+            text if isinstance(text, str) else "", _grammar_text(given.get("format")))))
+        parameters: Any = {"type": "object", "properties": {
+            "input": {"type": "string"}}, "required": ["input"]}
+    else:
+        parameters = given.get("parameters")
+        parameters = {"type": "object", "properties": {}} if parameters is None \
+            else need_object(parameters, where + ".parameters")
+    if isinstance(text, str) and text:
+        out["description"] = text
+    out["parameters"] = parameters
+    if given.get("strict") is True:      # missing means false, and templates print it
+        out["strict"] = True
+    return out
+
+
+def _grammar_text(form: Any) -> str:
+    "What a freeform tool says about its input, for a model that is told in words."
+    if not isinstance(form, dict) or form.get("type") != "grammar":
+        return "`input` is free text."
+    return (f"`input` is text that must follow this {form.get('syntax')} grammar:\n"
+            f"{form.get('definition')}")
+
+
+def _choice_of(given: Any, offers: dict) -> dict:
+    """tool_choice in chat's words, and the tools where they must change.
+
+    llama-server takes only words here, so a named tool is required by offering no
+    other.  A list of allowed tools exists to keep the head of the prompt as it is: it
+    is kept whole, and only what the list says of calling at all is passed on.
+    """
+    if given is None or (not offers and given in ("auto", "none")):
+        return {}
+    kind = given if isinstance(given, str) else \
+        need_object(given, "tool_choice").get("type")
+    if kind == "allowed_tools":
+        return _allowed(given, offers)
+    if kind in ("function", "custom") and isinstance(given, dict):
+        flat = _named(given, offers)
+        if flat is None:
+            raise bad_at("tool_choice.name",
+                         f"no {kind} tool is called {str(given.get('name'))[:80]!r}")
+        return {"tools": [offers[flat][1]], "tool_choice": "required"}
+    if not isinstance(given, str) or given not in ("auto", "none", "required"):
+        raise bad_at("tool_choice", f"{str(kind)[:80]!r} cannot be called here",
+                     "auto, none, required, allowed_tools, or a function or custom "
+                     "tool by its name")
+    if given == "required" and not offers:
+        raise bad_at("tool_choice", "'required' needs tools that the client runs")
+    return {"tool_choice": given}
+
+
+def _named(choice: dict, offers: dict) -> Optional[str]:
+    wanted = (choice.get("type"), choice.get("namespace") or "", choice.get("name"))
+    return next((flat for flat, (tool, _) in offers.items() if tool == wanted), None)
+
+
+def _allowed(choice: dict, offers: dict) -> dict:
+    mode, given = choice.get("mode", "auto"), choice.get("tools")
+    if mode not in ("auto", "required"):
+        raise bad_at("tool_choice.mode", f"{mode!r} is neither auto nor required")
+    if not isinstance(given, list):
+        raise bad_at("tool_choice.tools", "a list of tools expected")
+    known = [t for t in given if isinstance(t, dict) and _named(t, offers) is not None]
+    if not known and mode == "required":
+        raise bad_at("tool_choice.tools", "none of them is among the tools")
+    return {"tool_choice": mode if known else "none"} if offers else {}
+
+
+# ---- items to messages -------------------------------------------------------------
+class _ItemReader:
+    "Reads items in order; those of one assistant turn become one step of TURNS."
+
+    def __init__(self, takes: Takes, offers: dict):
+        self.takes = takes
+        self.flat = {(t.space, t.name): flat for flat, (t, _) in offers.items()}
+        self.out: list = []
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.parts: list = []
+        self.thoughts: list = []
+        self.calls: list = []
+        self.told = False                # the last item was a message of this turn
+
+    def finish(self) -> list:
+        self._end_turn()
+        return self.out
+
+    def _end_turn(self) -> None:
+        if self.parts or self.thoughts or self.calls:
+            self.out.append(Item("assistant", tuple(self.parts), "".join(self.thoughts),
+                                 tuple(self.calls)))
+        self._fresh()
+
+    def say(self, kind: str, parts: Sequence[dict], call_id: str = "") -> None:
+        "Anybody's turn but the assistant's."
+        self._end_turn()
+        self.out.append(Item(kind, tuple(parts), id=call_id))
+
+    def read(self, items: Sequence[dict], where: str) -> None:
+        "Items of types that mean nothing to a chat are passed over without a word."
+        for i, item in enumerate(items):
+            kind = item.get("type") or ("message" if "role" in item else "")
+            here = f"{where}[{i}]"
+            if kind == "message":
+                self._message(item, here)
+            elif kind == "reasoning":
+                self._think(_thoughts_of(item))
+            elif kind in ("function_call", "custom_tool_call"):
+                self._call(item, kind, here)
+            elif kind in _OWN_CALLS:
+                self._add_call(item, kind[:-5], dump_json(
+                    need_object(item.get(_OWN_CALLS[kind]), here), here), here)
+            elif kind in ("function_call_output", "custom_tool_call_output") \
+                    or kind[:-7] in _OWN_CALLS and kind.endswith("_output"):
+                self._output(item, here)
+
+    def _think(self, text: str) -> None:
+        if text:
+            self.thoughts.append(text)
+            self.told = False
+
+    def _message(self, item: dict, where: str) -> None:
+        role, content = item.get("role"), item.get("content")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise bad_at(where + ".role", f"{str(role)[:40]!r} is no role of a message")
+        if role != "assistant":
+            kind = "user" if role == "user" else "system"
+            parts = self._parts(content, where + ".content")
+            if kind == "system":         # no template takes pictures there
+                parts = [p for p in parts if p["type"] == "text"]
+            self.say(kind, parts)
+            return
+        if self.told:                    # two in a row were never one text
+            self._end_turn()
+        self.told = True
+        if content is not None:
+            self.parts += self._parts(content, where + ".content")
+
+    def _parts(self, content: Any, where: str, result: bool = False) -> list:
+        "Chat parts of a content: text, pictures and sound; the rest as a short note."
+        if isinstance(content, str):
+            return [text_part(content)]
+        if not isinstance(content, list):
+            raise bad_at(where, "a text or a list of parts expected")
+        out = []
+        for i, part in enumerate(content):
+            here = f"{where}[{i}]"
+            kind = str(need_object(part, here).get("type"))
+            if kind in _TEXT_PARTS:
+                out.append(text_part(need_text(part.get(_TEXT_PARTS[kind]), here)))
+            elif kind == "input_image":
+                out.append(self._picture(part, result))
+            elif kind == "input_audio" and isinstance(part.get("input_audio"), dict):
+                out.append({"type": kind, kind: part["input_audio"]})
+            elif kind == "input_file":
+                name = str(part.get("filename") or part.get("file_id") or "unnamed")
+                out.append(text_part(f"[file omitted: {name[:200]}]"))
+            else:
+                out.append(text_part(f"[{kind[:40]} omitted]"))
+        return out
+
+    def _picture(self, part: dict, result: bool) -> dict:
+        """A picture in a tool's result comes again with every turn, so a model without
+        eyes gets a note; one from a user is refused by whoever knows the model."""
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        if not isinstance(url, str) or not url:
+            return text_part("[image omitted: uploaded files are not kept here]")
+        if result and not self.takes.vision:
+            return text_part("[image omitted: this model cannot see]")
+        picture = {"url": url}
+        if isinstance(part.get("detail"), str):
+            picture["detail"] = part["detail"]
+        return {"type": "image_url", "image_url": picture}
+
+    def _call(self, item: dict, kind: str, where: str) -> None:
+        name = need_text(item.get("name"), where + ".name")
+        space = item.get("namespace")
+        space = space if isinstance(space, str) else ""
+        flat = self.flat.get((space, name)) or _flat_name(space, name)
+        if kind == "function_call":
+            text = _call_arguments(item.get("arguments"), where + ".arguments")
+        else:
+            # With the blanks that models put there, unlike those of dump_json.
+            text = json.dumps({"input": need_text(item.get("input"), where + ".input")},
+                              ensure_ascii=False)
+        self._add_call(item, flat, text, where)
+
+    def _add_call(self, item: dict, name: str, text: str, where: str) -> None:
+        self.told = False
+        self.calls.append({"id": _id_of_call(item, where), "type": "function",
+                           "function": {"name": name, "arguments": text}})
+
+    def _output(self, item: dict, where: str) -> None:
+        value, here = item.get("output"), where + ".output"
+        if value is None or isinstance(value, (str, list)) and (
+                item["type"] in ("function_call_output", "custom_tool_call_output")):
+            parts = self._parts("" if value is None else value, here, True)
+        else:
+            parts = [text_part(value if isinstance(value, str)
+                               else dump_json(value, here))]
+        self.say("result", parts, _id_of_call(item, where))
+
+
+def _id_of_call(item: dict, where: str) -> str:
+    given = item.get("call_id")
+    if given is None and item["type"].startswith("local_shell"):
+        given = item.get("id")           # its outputs have no call_id
+    if not isinstance(given, str) or not given:
+        raise bad_at(where + ".call_id", "which call is this?")
+    return given
+
+
+def strict_json(text: str) -> Any:
+    "JSON as the engine reads it: no NaN.  ValueError for all that is wrong."
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(strict_json(text), dict)
+    except ValueError:
+        return False
+
+
+def _call_arguments(given: Any, where: str) -> str:
+    """Arguments of an earlier call, as they are where they are an object.
+
+    Others (cut off by a limit, glued together) would make the engine fail with a 500
+    in every later turn; they become the one field of an object.
+    """
+    if isinstance(given, dict):
+        return dump_json(given, where)
+    text = "" if given is None else need_text(given, where)
+    if not text.strip():
+        return "{}"
+    return text if is_object(text) else dump_json({"raw": text}, where)
+
+
+def _thoughts_of(item: dict) -> str:
+    "The text of a reasoning item: its content, or sealed by us, or the summary."
+    def joined(parts: Any, glue: str) -> str:
+        return glue.join(p["text"] for p in parts if isinstance(p, dict)
+                         and isinstance(p.get("text"), str)) \
+            if isinstance(parts, list) else ""
+    return joined(item.get("content"), "") or _unseal(item.get("encrypted_content")) \
+        or joined(item.get("summary"), "\n\n")
+
+
+def seal(text: str) -> str:
+    "Reasoning in the field that clients return unread.  It is not secret, only opaque."
+    return _SEAL + base64.b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def _unseal(text: Any) -> str:
+    "What `seal` was given; empty for what others sealed."
+    if not isinstance(text, str) or not text.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(text[len(_SEAL):], validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def input_items(body: dict, known: Optional[Callable[[str], Any]] = None) -> list:
+    """The input as a list of items, references replaced by what they mean.
+
+    `known(id)` gives an item of a stored response or None; without it every reference
+    is refused.
+    """
+    given = body.get("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if given is not None and not isinstance(given, list):
+        raise bad_at("input", "a text or a list of items expected")
+    out = []
+    for i, item in enumerate(given or ()):
+        here = f"input[{i}]"
+        kind = need_object(item, here).get("type")
+        if kind is not None and not isinstance(kind, str):
+            raise bad_at(here + ".type", "a text expected")
+        if kind == "item_reference" or (kind is None and set(item) == {"id"}):
+            wanted = need_text(item.get("id"), here + ".id")
+            item = known(wanted) if known else None
+            if item is None:
+                raise bad_at(here + ".id", f"the item {wanted[:80]!r} is not kept here",
+                             "send the item itself (clients do with store: false)")
+        elif kind is None and "role" not in item:
+            raise bad_at(here + ".type", "an item needs a type or a role")
+        out.append(item)
+    return out
+
+
+# ---- the ask -----------------------------------------------------------------------
+def _refuse_the_impossible(body: dict) -> None:
+    for name, what, hint in (
+            ("background", "asks are answered while the client waits", "leave it out"),
+            ("conversation", "conversations are not kept here",
+             "send the items, or previous_response_id"),
+            ("prompt", "prompts of OpenAI's dashboard are not known here",
+             "send instructions and input")):
+        if body.get(name):
+            raise bad_at(name, what, hint)
+
+
+def _number_in(body: dict, name: str, low: int, whole: bool = False) -> Any:
+    value = body.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(
+            value, int if whole else (int, float)) or not low <= value < 1 << 31):
+        raise bad_at(name, f"{str(value)[:40]!r} is no {'whole ' * whole}number from "
+                     f"{low} on")
+    return value
+
+
+def _object_in(body: dict, name: str) -> dict:
+    value = body.get(name)
+    return {} if value is None else need_object(value, name)
+
+
+def _response_format(body: dict) -> dict:
+    "text.format as chat's response_format; nothing for plain text."
+    form = _object_in(_object_in(body, "text"), "format") if body.get("text") else {}
+    kind = form.get("type", "text")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"response_format": {"type": kind}}
+    if kind != "json_schema":
+        raise bad_at("text.format.type", f"{str(kind)[:40]!r} is none of text, "
+                     "json_object, json_schema")
+    inner = {"name": str(form.get("name") or "reply"),
+             "schema": need_object(form.get("schema"), "text.format.schema")}
+    if isinstance(form.get("strict"), bool):
+        inner["strict"] = form["strict"]
+    return {"response_format": {"type": kind, kind: inner}}
+
+
+def _logprob_fields(body: dict) -> dict:
+    top = _number_in(body, "top_logprobs", 0, True)
+    if not top and not includes(body, "message.output_text.logprobs"):
+        return {}
+    return {"logprobs": True, "top_logprobs": top} if top else {"logprobs": True}
+
+
+def includes(body: dict, name: str) -> bool:
+    "Does the client ask for this extra?"
+    return isinstance(body.get("include"), list) and name in body["include"]
+
+
+def responses_to_chat(body: Any, earlier: Sequence[dict] = (), takes: Takes = Takes(),
+                      known: Optional[Callable[[str], Any]] = None) -> dict:
+    """A body of /v1/responses as a chat body.
+
+    `earlier`: the items before this input, those of the chain of previous_response_id;
+    `known`: see `input_items`.  What names nothing of a chat (metadata, include,
+    truncation, verbosity, service_tier...) is left out; BadAsk names what cannot be
+    meant.
+    """
+    if not isinstance(body, dict):
+        raise BadAsk(f"the body is a JSON {type(body).__name__}, not an object")
+    _refuse_the_impossible(body)
+    for name in ("temperature", "top_p"):
+        _number_in(body, name, 0)
+    offers = client_tools(body.get("tools"))
+    reader = _ItemReader(takes, offers)
+    if body.get("instructions") is not None:
+        reader.say("system", [text_part(need_text(body["instructions"],
+                                                  "instructions"))])
+    reader.read(earlier, "earlier")
+    reader.read(input_items(body, known), "input")
+    messages = chat_messages(reader.finish(), takes)
+    if not messages or body.get("input") is None and not earlier:
+        raise bad_at("input", "nothing was asked", "a text, or a list of items")
+    chat = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
+    chat["messages"] = messages
+    if offers:
+        chat["tools"] = [tool for _, tool in offers.values()]
+    else:
+        chat.pop("parallel_tool_calls", None)
+    chat.update(_choice_of(body.get("tool_choice"), offers))
+    limit = _number_in(body, "max_output_tokens", 1, True)
+    if limit is not None:
+        chat["max_tokens"] = limit
+    effort = need_text(_object_in(body, "reasoning").get("effort") or "",
+                       "reasoning.effort")
+    if effort == "none" or effort and takes.effort:  # the engine's word for no thinking
+        chat["reasoning_effort"] = _EFFORT_WORDS.get(effort, effort)
+    chat.update(_response_format(body))
+    chat.update(_logprob_fields(body))
+    if body.get("stream") is True:       # the last event of the reply needs the figures
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def input_tokens_reply(n: int) -> dict:
+    "The answer of /v1/responses/input_tokens."
+    return {"object": "response.input_tokens", "input_tokens": n}
+
+
+# ---- stored responses --------------------------------------------------------------
+def stored_items(body: dict, response: dict,
+                 known: Optional[Callable[[str], Any]] = None) -> list:
+    """What a stored response adds to its chain: the input and what was answered.
+    Instructions are not among it: the next ask brings its own."""
+    return input_items(body, known) + list(response.get("output") or ())
+
+
+class Link(NamedTuple):
+    id: str
+    before: str                  # id of the response before this one, "" without
+    items: Sequence[dict]
+    outputs: Sequence[dict]      # those that we named, for references
+    n_bytes: int
+
+
+class Chains:
+    """Stored responses, for previous_response_id and item_reference.
+
+    In memory only and within a budget of bytes; the longest unused is forgotten first.
+    The caller's lock guards it.
+    """
+
+    def __init__(self, budget: int = 64 << 20):
+        self.budget, self.n_bytes = budget, 0
+        self._links: OrderedDict = OrderedDict()     # response id -> Link
+        self._items: dict = {}                       # id of an output item -> item
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def item(self, item_id: str) -> Optional[dict]:
+        return self._items.get(item_id)
+
+    def earlier(self, body: Any) -> list:
+        "The items behind previous_response_id, none without; BadAsk when not known."
+        at = body.get("previous_response_id") if isinstance(body, dict) else None
+        parts: list = []
+        while at:
+            link = self._links.get(at) if isinstance(at, str) else None
+            if link is None:
+                raise BadAsk(
+                    f"the response {str(at)[:80]!r} is not kept here",
+                    "send the whole conversation as input; responses are kept in "
+                    "memory, for a while, and only with store: true",
+                    code="previous_response_not_found", param="previous_response_id")
+            self._links.move_to_end(at)
+            parts.append(link.items)
+            at = link.before
+        return [item for items in reversed(parts) for item in items]
+
+    def link(self, body: dict, response: dict) -> Optional[Link]:
+        """What to keep of an answered ask; None when the client said store: false, or
+        what it referred to was forgotten meanwhile.  Needs no lock, and takes as long
+        as the input is large.  `keep` it before the client reads the response's end."""
+        if body.get("store") is False:
+            return None
+        try:
+            items = stored_items(body, response, self.item)
+        except BadAsk:
+            return None
+        return Link(response["id"], body.get("previous_response_id") or "", items,
+                     response["output"], len(json.dumps(items)))
+
+    def keep(self, link: Optional[Link]) -> None:
+        if link is None or link.id in self._links:
+            return
+        self._links[link.id] = link
+        self._items.update((item["id"], item) for item in link.outputs)
+        self.n_bytes += link.n_bytes
+        while self.n_bytes > self.budget and self._links:
+            _, old = self._links.popitem(last=False)
+            self.n_bytes -= old.n_bytes
+            for item in old.outputs:
+                self._items.pop(item["id"], None)
+
+
+# ============================================================================
+# 11. OUTPUTS - the chat stream told as Responses events, and as a plain response.
+#    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
+#    responses_reply, response_error.  pure: ids and times are given.
+#
+#    created, in_progress, then for each output item, one after the other:
+#        output_item.added [part.added] delta... [done] [part.done] output_item.done
+#    and at last completed, incomplete or failed with the whole response.  in_progress
+#    comes again in every silence.
+# ============================================================================
+# ---- output items ------------------------------------------------------------------
+class _Output:
+    """One output item while it grows; each kind knows the events that tell of it.
+
+    `begin`, then `say` for each piece, then `end`; each gives events without their
+    sequence_number.  `item` is what the item is by now.
+    """
+    kind = prefix = ""
+
+    def __init__(self, tag: str, index: int):
+        self.id, self.index = f"{self.prefix}_{tag}{index}", index
+        self.status = "in_progress"
+        self.pieces: list = []           # of text, as told to the client
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def fields(self) -> dict:
+        "What stands in the item behind type, id and status."
+        raise NotImplementedError
+
+    def item(self) -> dict:
+        return dict({"type": self.kind, "id": self.id, "status": self.status},
+                    **self.fields())
+
+    def event(self, what: str, **more: Any) -> dict:
+        return dict({"type": "response." + what, "item_id": self.id,
+                     "output_index": self.index}, **more)
+
+    def begin(self) -> list:
+        return [{"type": "response.output_item.added", "output_index": self.index,
+                 "item": self.item()}]
+
+    def end(self, status: str = "completed") -> list:
+        self.status = status
+        return [{"type": "response.output_item.done", "output_index": self.index,
+                 "item": self.item()}]
+
+
+class _Message(_Output):
+    kind, prefix = "message", "msg"
+
+    def __init__(self, tag: str, index: int):
+        super().__init__(tag, index)
+        self.logprobs: list = []
+
+    def _part(self) -> dict:
+        return {"type": "output_text", "text": self.text, "annotations": [],
+                "logprobs": self.logprobs}
+
+    def fields(self) -> dict:
+        return {"role": "assistant",
+                "content": [] if self.status == "in_progress" else [self._part()]}
+
+    def begin(self) -> list:
+        return super().begin() + [
+            self.event("content_part.added", content_index=0, part=self._part())]
+
+    def say(self, text: str, logprobs: Sequence[dict] = ()) -> list:
+        self.pieces.append(text)
+        self.logprobs += logprobs
+        return [self.event("output_text.delta", content_index=0, delta=text,
+                           logprobs=list(logprobs))]
+
+    def end(self, status: str = "completed") -> list:
+        return [self.event("output_text.done", content_index=0, text=self.text,
+                           logprobs=self.logprobs),
+                self.event("content_part.done", content_index=0, part=self._part()),
+                *super().end(status)]
+
+
+class _Thoughts(_Output):
+    "Reasoning, told as it is; `sealed` adds our opaque copy at the end."
+    kind, prefix = "reasoning", "rs"
+
+    def __init__(self, tag: str, index: int, sealed: bool):
+        super().__init__(tag, index)
+        self.sealed = sealed
+
+    def _part(self) -> dict:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def fields(self) -> dict:
+        over = self.status != "in_progress"
+        out: dict = {"summary": [], "content": [self._part()] if over else []}
+        if over and self.sealed:
+            out["encrypted_content"] = seal(self.text)
+        return out
+
+    def say(self, text: str) -> list:
+        self.pieces.append(text)
+        return [self.event("reasoning_text.delta", content_index=0, delta=text)]
+
+    def end(self, status: str = "completed") -> list:
+        return [self.event("reasoning_text.done", content_index=0, text=self.text),
+                *super().end(status)]
+
+
+class _Summary(_Thoughts):
+    "Reasoning for clients that show nothing but summaries of it."
+
+    def _part(self) -> dict:
+        return {"type": "summary_text", "text": self.text}
+
+    def fields(self) -> dict:
+        out = super().fields()
+        out["summary"] = out.pop("content")
+        return out
+
+    def begin(self) -> list:
+        return _Output.begin(self) + [self.event(
+            "reasoning_summary_part.added", summary_index=0, part=self._part())]
+
+    def say(self, text: str) -> list:
+        self.pieces.append(text)
+        return [self.event("reasoning_summary_text.delta", summary_index=0, delta=text)]
+
+    def end(self, status: str = "completed") -> list:
+        return [self.event("reasoning_summary_text.done", summary_index=0,
+                           text=self.text),
+                self.event("reasoning_summary_part.done", summary_index=0,
+                           part=self._part()), *_Output.end(self, status)]
+
+
+class _FunctionCall(_Output):
+    kind, prefix, body = "function_call", "fc", "arguments"
+
+    def __init__(self, tag: str, index: int, call_id: str, tool: ClientTool):
+        super().__init__(tag, index)
+        self.head = {"call_id": call_id, "name": tool.name}
+        if tool.space:
+            self.head["namespace"] = tool.space
+
+    def fields(self) -> dict:
+        return dict(self.head, **{self.body: self.text})
+
+    def say(self, text: str) -> list:
+        self.pieces.append(text)
+        return [self.event("function_call_arguments.delta", delta=text)]
+
+    def end(self, status: str = "completed") -> list:
+        out = [] if self.text.strip() else self.say("{}")
+        return out + [self.event("function_call_arguments.done", arguments=self.text,
+                                 name=self.head["name"]), *super().end(status)]
+
+
+class _CustomCall(_FunctionCall):
+    "A freeform call: the model writes {\"input\": \"...\"}, the client gets the text."
+    kind, prefix, body = "custom_tool_call", "ctc", "input"
+
+    def __init__(self, tag: str, index: int, call_id: str, tool: ClientTool):
+        super().__init__(tag, index, call_id, tool)
+        self.inside = _InputText()
+
+    def _told(self, text: str) -> list:
+        if not text:
+            return []
+        self.pieces.append(text)
+        return [self.event("custom_tool_call_input.delta", delta=text)]
+
+    def say(self, text: str) -> list:
+        return self._told(self.inside.feed(text))
+
+    def end(self, status: str = "completed") -> list:
+        return self._told(self.inside.rest(self.text)) + [
+            self.event("custom_tool_call_input.done", input=self.text),
+            *_Output.end(self, status)]
+
+
+def _whole_pairs(text: str) -> str:
+    "Half of a surrogate pair, which no client can read, becomes one U+FFFD."
+    return text if text.isascii() else text.encode(
+        "utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class _InputText:
+    """The text inside {"input": "..."} while that JSON is still being written.
+
+    Escapes and surrogate pairs may be cut anywhere; what is not whole waits.
+    """
+    _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+    _WHOLE = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+    _HALF = re.compile(r'\\u[dD][89abAB][0-9a-fA-F]{2}\Z')      # of a pair
+
+    def __init__(self) -> None:
+        self.given: list = []            # all pieces
+        self.waiting = ""                # what is not decoded yet
+        self.inside = False
+
+    def feed(self, piece: str) -> str:
+        "The decoded text that this piece completes."
+        self.given.append(piece)
+        self.waiting += piece
+        if not self.inside:
+            head = self._HEAD.match(self.waiting)
+            if head is None:
+                return ""
+            self.inside, self.waiting = True, self.waiting[head.end():]
+        raw = self._WHOLE.match(self.waiting).group()
+        half = self._HALF.search(raw)
+        if half and self.waiting[len(raw):len(raw) + 1] != '"':
+            raw = raw[:half.start()]     # its other half is still to come
+        self.waiting = self.waiting[len(raw):]
+        return _whole_pairs(json.loads(f'"{raw}"', strict=False))
+
+    def rest(self, told: str) -> str:
+        "What is missing behind `told` when the arguments are over."
+        whole = "".join(self.given)
+        try:
+            value = strict_json(whole)
+        except ValueError:
+            return self.waiting if self.inside else whole
+        if isinstance(value, dict):
+            texts = [v for v in value.values() if isinstance(v, str)]
+            value = value.get("input", texts[0] if len(texts) == 1 else None)
+        value = _whole_pairs(value if isinstance(value, str) else whole)
+        return value[len(told):] if value.startswith(told) else ""
+
+
+# ---- the reply ---------------------------------------------------------------------
+class _Heard:
+    "A tool call of the engine: what it said, and the output item made of it."
+
+    def __init__(self) -> None:
+        self.id = self.name = self.waiting = ""
+        self.pieces: list = []           # of arguments
+        self.output: Optional[_FunctionCall] = None
+        self.done = False
+
+    def hear(self, piece: dict) -> None:
+        "Take in a piece.  Some backends send the name in parts, some repeat it."
+        function = piece.get("function") or {}
+        name, text = function.get("name") or "", function.get("arguments")
+        self.id = self.id or str(piece.get("id") or "")
+        if self.output is None and name != self.name:
+            self.name += name
+        if text:
+            text = text if isinstance(text, str) else json.dumps(text)
+            self.pieces.append(text)
+            self.waiting += text
+
+    def whole(self) -> bool:
+        return bool(self.pieces) and self.pieces[-1].rstrip().endswith("}") \
+            and is_object("".join(self.pieces))
+
+
+def _figures(event: dict, n_thoughts: int) -> Optional[dict]:
+    """The figures of an event, None without any.
+
+    The engine does not count its reasoning apart; `n_thoughts`, the pieces it came in,
+    stands for that: one piece is nearly always one token.
+    """
+    usage, timings = event.get("usage"), read_timings(event)
+    if isinstance(usage, dict):
+        told = usage.get("completion_tokens_details") or {}
+        n_in = usage.get("prompt_tokens") or 0
+        n_out = usage.get("completion_tokens") or 0
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        n_thoughts = told.get("reasoning_tokens") or n_thoughts
+    elif timings is not None:
+        n_in, n_out = timings.cache_n + timings.prompt_n, timings.predicted_n
+        cached = timings.cache_n
+    else:
+        return None
+    return {"input_tokens": n_in,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": n_out,
+            "output_tokens_details": {"reasoning_tokens": min(n_thoughts, n_out)},
+            "total_tokens": n_in + n_out}
+
+
+def _summarized(body: dict) -> bool:
+    """Does the client want reasoning as summaries?  Codex asks for them too, but shows
+    and returns the text itself; it is known by its metadata."""
+    reasoning, marks = body.get("reasoning"), body.get("client_metadata")
+    return isinstance(reasoning, dict) and bool(reasoning.get("summary")) \
+        and not (isinstance(marks, dict) and any(str(k).startswith("x-codex")
+                                                 for k in marks))
+
+
+def _bare_response(body: dict, response_id: str, created: int, model: str) -> dict:
+    "The response object before anything was said, the ask's own fields echoed."
+    reasoning = body.get("reasoning") or {}
+    limit, key = body.get("max_output_tokens"), body.get("prompt_cache_key")
+    out = {
+        "id": response_id, "object": "response", "created_at": created,
+        "status": "in_progress", "background": False, "error": None,
+        "incomplete_details": None, "instructions": body.get("instructions"),
+        "max_output_tokens": limit, "model": body.get("model") or model, "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.get("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort"),
+                      "summary": reasoning.get("summary")},
+        "store": body.get("store") is not False,
+        "temperature": body.get("temperature"),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [], "top_p": body.get("top_p"),
+        "truncation": "disabled", "usage": None, "user": body.get("user"),
+        "metadata": body.get("metadata") or {}}
+    if key is not None:
+        out["prompt_cache_key"] = key
+    return out
+
+
+class ResponsesStream:
+    """Chat chunks in, Responses events out, in the order that clients demand.
+
+    `body` is what the client sent, after `responses_to_chat` has accepted it.  `begin`
+    before every attempt at the engine, `feed` each parsed event, `finish` behind the
+    last one; `heartbeat` at any time.  Each returns a list of whole events; the first
+    call opens the response.  `opened`: the client has content that cannot be taken
+    back.  `response` is the last response object that was sent.
+
+    Text and reasoning end when something else begins.  Calls come one after the other:
+    where their pieces are mixed, the later ones wait until the earlier is complete.
+    """
+
+    def __init__(self, body: dict, response_id: str, created: int, model: str = ""):
+        self.response = _bare_response(body, response_id, created, model)
+        self.tag = response_id.rpartition("_")[2]
+        self.tools = {flat: tool for flat, (tool, _) in
+                      client_tools(body.get("tools")).items()}
+        self.sealed = includes(body, "reasoning.encrypted_content")
+        self.summarized = _summarized(body)
+        self.capped = body.get("max_output_tokens") is not None
+        self.sequence = 0
+        self.outputs: list = []
+        self.begin()
+
+    def begin(self, n_prompt: int = 0, n_cached: int = 0) -> None:
+        "A new attempt; nothing of the one before has reached the client."
+        self.live: Any = None            # the open text or reasoning
+        self.calls: list = []            # _Heard, in the order of their first pieces
+        self.by_index: dict = {}
+        self.used_ids: set = set()
+        self.n_thoughts = 0
+        self.finish_reason: Optional[str] = None
+        self.usage: Optional[dict] = None
+        self.cache: Optional[dict] = None
+
+    @property
+    def opened(self) -> bool:
+        return bool(self.outputs)
+
+    # ---- what the gateway calls ---------------------------------------------
+    def feed(self, event: dict) -> list:
+        "The client's events for one event of the chat stream."
+        out = self._start()
+        for choice in event.get("choices") or ():
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            out += self._delta(choice.get("delta") or {}, choice.get("logprobs"))
+        self.usage = _figures(event, self.n_thoughts) or self.usage
+        self.cache = event.get("cache", self.cache)
+        return out
+
+    def finish(self) -> list:
+        "Close what is open and end the response."
+        reason = {"content_filter": "content_filter"}.get(self.finish_reason or "")
+        if self.finish_reason == "length" and self.capped:
+            reason = "max_output_tokens"
+        status = "incomplete" if reason else "completed"
+        out = self._start() + self._end_live(status)
+        for call in self.calls:
+            out += self._end_call(call, status)
+        if not self.outputs:             # the engine's turn was empty, not absent
+            out += self._open(_Message) + self._end_live(status)
+        return out + self._last(status, incomplete_details=reason and {
+            "reason": reason})
+
+    def heartbeat(self, note: Optional[dict] = None) -> list:
+        "An event that changes nothing; comments do not reach every client's clock."
+        out = self._start()
+        if out and not note:
+            return out
+        more = {"toki": note} if note else {}
+        return out + [self._event({"type": "response.in_progress",
+                                   "response": self.response, **more})]
+
+    def error(self, error: TokiError, request_id: str = "") -> list:
+        "The end of a response that has begun and cannot go on."
+        return self._start() + self._last("failed", error=response_error(error))
+
+    def plain(self, reply: dict) -> dict:
+        "The response object out of a whole chat reply, for clients without a stream."
+        choice = reply["choices"][0]
+        message = dict(choice.get("message") or {})
+        message["tool_calls"] = [dict(call, index=i) for i, call in
+                                 enumerate(message.get("tool_calls") or ())]
+        self.feed(dict(reply, choices=[dict(choice, delta=message)]))
+        self.finish()
+        return self.response
+
+    # ---- lifecycle ----------------------------------------------------------------
+    def _event(self, event: dict) -> bytes:
+        event["sequence_number"] = self.sequence
+        self.sequence += 1
+        return f"event: {event['type']}\n".encode() + sse(event)
+
+    def _events(self, events: Sequence[dict]) -> list:
+        return [self._event(e) for e in events]
+
+    def _start(self) -> list:
+        if self.sequence:
+            return []
+        return self._events([{"type": "response." + name, "response": self.response}
+                             for name in ("created", "in_progress")])
+
+    def _last(self, status: str, **more: Any) -> list:
+        done = [o.item() for o in self.outputs if o.status != "in_progress"]
+        self.response = dict(self.response, status=status, output=done,
+                             usage=self.usage, **more)
+        if self.cache is not None:
+            self.response["cache"] = self.cache
+        return self._events([{"type": "response." + status, "response": self.response}])
+
+    # ---- the pieces of the engine --------------------------------------------------
+    def _delta(self, delta: dict, logprobs: Any) -> list:
+        out = []
+        thought = delta.get("reasoning_content") or delta.get("reasoning")
+        if thought:
+            self.n_thoughts += 1
+            out += self._open(_Summary if self.summarized else _Thoughts, self.sealed)
+            out += self._events(self.live.say(thought))
+        if delta.get("content"):
+            told = logprobs.get("content") if isinstance(logprobs, dict) else None
+            out += self._open(_Message)
+            out += self._events(self.live.say(delta["content"], told or ()))
+        for piece in delta.get("tool_calls") or ():
+            self._call_of(piece).hear(piece)
+            out += self._drain()
+        return out
+
+    def _call_of(self, piece: dict) -> "_Heard":
+        """Pieces are tied by index alone (F-01), but another id with a name under a
+        known index is another call (F-03)."""
+        index, name = piece.get("index", 0), (piece.get("function") or {}).get("name")
+        call = self.by_index.get(index)
+        if call is None or (name and call.id and piece.get("id")
+                            and piece["id"] != call.id):
+            call = self.by_index[index] = _Heard()
+            self.calls.append(call)
+        return call
+
+    def _open(self, kind: Any, *more: Any) -> list:
+        "Make an output of this kind the open one, unless it is already."
+        if type(self.live) is kind:
+            return []
+        out = self._end_live()
+        for call in self.calls:          # what is complete ends before it
+            if call.whole():
+                out += self._end_call(call)
+        self.live = kind(self.tag, len(self.outputs), *more)
+        self.outputs.append(self.live)
+        return out + self._events(self.live.begin())
+
+    def _end_live(self, status: str = "completed") -> list:
+        live, self.live = self.live, None
+        return [] if live is None else self._events(live.end(status))
+
+    def _drain(self) -> list:
+        "Pass on what the first unfinished call has; the next one when it is whole."
+        out = []
+        waiting = [call for call in self.calls if not call.done]
+        for n, call in enumerate(waiting):
+            out += self._pass_on(call)
+            if n + 1 == len(waiting) or not call.whole():
+                break
+            out += self._end_call(call)
+        return out
+
+    def _pass_on(self, call: _Heard, last: bool = False) -> list:
+        out = []
+        if call.output is None and (call.waiting or last):   # its name is whole now
+            out += self._end_live() + self._open_call(call)
+        if call.output is not None and call.waiting:
+            text, call.waiting = call.waiting, ""
+            out += self._events(call.output.say(text))
+        return out
+
+    def _open_call(self, call: _Heard) -> list:
+        tool = self.tools.get(call.name) or ClientTool("function", "", call.name)
+        index = len(self.outputs)
+        if not call.id or call.id in self.used_ids:
+            call.id = f"call_{self.tag}{index}"
+        self.used_ids.add(call.id)
+        kind = _CustomCall if tool.kind == "custom" else _FunctionCall
+        call.output = kind(self.tag, index, call.id, tool)
+        self.outputs.append(call.output)
+        return self._events(call.output.begin())
+
+    def _end_call(self, call: _Heard, status: str = "completed") -> list:
+        if call.done:
+            return []
+        call.done = True
+        out = self._pass_on(call, last=True)
+        return out + self._events(call.output.end(status))
+
+
+def responses_reply(reply: dict, body: dict, response_id: str, created: int,
+                    model: str = "") -> dict:
+    "The plain response out of a whole chat reply; its `cache` object comes along."
+    return ResponsesStream(body, response_id, created, model).plain(reply)
+
+
+def response_error(error: TokiError) -> dict:
+    """The error of a failed response, in the words that decide what a client does.
+
+    Codex compacts on context_length_exceeded, gives up on invalid_prompt, waits as
+    long as rate_limit_exceeded tells it to, and repeats the ask for all others.  A
+    refusal before the stream has begun is WIRE's error_object instead.
+    """
+    message = scrub(error.message + (f" ({error.hint})" if error.hint else ""))
+    if error.code == "context_length_exceeded":
+        code = error.code
+    elif isinstance(error, Busy) or error.status == 429:
+        code = "rate_limit_exceeded"
+        message = f"{message.rstrip('.')}. Please try again in " \
+                  f"{max(1, round(error.retry_s))}s."
+    elif 400 <= error.status < 500 and error.status != 408:
+        code = "invalid_prompt"
+    else:
+        code = error.code or "server_error"
+    return {"code": code, "message": message}
+
+
+def _teller(request: Request, response_id: str, model: str) -> ResponsesStream:
+    return ResponsesStream(request.asked, response_id, request.at, model)
+
+
+def _refusal(error: TokiError, request_id: str = "") -> tuple:
+    return error.status, error_object(error)
+
+
+def _refusal_headers(error: Optional[TokiError] = None, request_id: str = "") -> dict:
+    return {"Retry-After": str(max(1, round(error.retry_s)))} \
+        if error is not None and error.retry_s else {}
+
+
+RESPONSES = Dialect(
+    lambda body, takes: responses_to_chat(body, takes=takes), _teller,
+    lambda reply, request, name, model: _teller(request, name, model).plain(reply),
+    _refusal, _refusal_headers, "resp")
+
+
+# ============================================================================
+# 12. STEADY - what changes from ask to ask although nothing new is said.
+#    uses: nothing.  offers: steady, SteadyMemory, CallLinks, content_text,
+#    argument_key, text_mark.  pure: no clock, no I/O; the caller's lock guards a
+#    memory.
+#
+#    One changed byte in a head makes the engine compute everything behind it again.
+#    Every rule here looks only backwards (at this body and at earlier asks), does
+#    nothing the second time, and leaves the meaning alone: an ask that was made
+#    steady says what it said before.  Nothing that goes back to the client changes.
+#
+#    A rule is (body, memory, own) -> body; the *same* body when it changed nothing.
+#    To add one: write it, list it in _RULES and in SETTINGS, add a row to the tests.
+# ============================================================================
+_CALL_ID = "call%05d"        # 9 letters and digits: all that Mistral's templates take
+_BILLING = re.compile(       # name=value; name=value; ... or else a line of its own
+    r"\A\s*x-anthropic-billing-header:"
+    r"(?:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=[ \t]*(?:\n|\Z))))+|[^\n]{0,300}(?=\n))\s*",
+    re.I)
+_LETTERS = re.compile(r"[^0-9A-Za-z]+")
+_KEEP_OUT = 4                # what takes over 1/4 of a memory is not kept in it
+
+
+def text_mark(*texts: Any) -> bytes:
+    """16 bytes that stand for some texts (or bytes), in this order; the same in every
+    process."""
+    parts = [t if isinstance(t, bytes) else t.encode("utf-8", "surrogatepass")
+             for t in texts]
+    sizes = ",".join([str(len(p)) for p in parts])   # ("ab", "c") is not ("a", "bc")
+    data = b"\0".join([sizes.encode(), *parts])
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class SteadyMemory:
+    """The form in which something was first seen: key -> form.
+
+    Holds about `budget` bytes and `entries` forms at most.  One ask at a time: the
+    caller's lock covers a call of `steady`.
+    """
+
+    def __init__(self, budget: int = 4 << 20, entries: int = 8192):
+        self.budget, self.entries, self.used = budget, entries, 0
+        self._forms: OrderedDict = OrderedDict()     # key -> (form, bytes)
+        self._asked: list = []
+
+    def get(self, key: bytes) -> Any:
+        known = self._forms.get(key)
+        if known is None:
+            return None
+        self._asked.append(key)
+        return known[0]
+
+    def first(self, key: bytes, form: Any, n_bytes: int) -> Any:
+        "The form first seen under a key, which is `form` when none was."
+        known = self.get(key)
+        if known is None:
+            self.put(key, form, n_bytes)
+            return form
+        return known
+
+    def put(self, key: bytes, form: Any, n_bytes: int) -> None:
+        n_bytes += 250                   # key, tuple and dict cell, as measured
+        if n_bytes * _KEEP_OUT > self.budget:
+            return
+        self.used += n_bytes - self._forms.get(key, (None, 0))[1]
+        self._forms[key] = (form, n_bytes)
+        self._asked.append(key)
+
+    def settle(self) -> None:
+        """An ask is done: its forms are the youngest now, the oldest go.
+
+        What stands in front is the youngest of all: a form lost at the front of a
+        conversation costs everything behind it, one lost at the end costs little.
+        """
+        for key in reversed(self._asked):
+            self._forms.move_to_end(key)
+        self._asked = []
+        while self._forms and (self.used > self.budget
+                               or len(self._forms) > self.entries):
+            self.used -= self._forms.popitem(last=False)[1][1]
+
+
+def content_text(content: Any) -> str:
+    "The text of a message's content: a string, or the text parts of a list by line."
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    return "\n".join(p["text"] for p in content if isinstance(p, dict)
+                     and p.get("type") in ("text", "input_text", "output_text")
+                     and isinstance(p.get("text"), str))
+
+
+def _plain_number(text: str) -> Any:
+    "1.0 and 1 are one number; a float that is out of range is none at all."
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("out of range")
+    return int(value) if value.is_integer() and abs(value) < 2 ** 53 else value
+
+
+def _single_keys(pairs: list) -> dict:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key stands there twice: nobody knows which one counts")
+    return value
+
+
+_EXACT = json.JSONDecoder(parse_float=_plain_number, object_pairs_hook=_single_keys)
+_SORTED = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+def argument_key(value: Any) -> Optional[str]:
+    """One text for all spellings of a call's arguments, None when they are no JSON.
+
+    `value` is the text of `function.arguments`, or the object that some clients send
+    in its place; nothing at all means no arguments.
+    """
+    try:
+        if value is None or isinstance(value, str) and not value.strip():
+            return "{}"
+        if not isinstance(value, str):
+            value = json.dumps(value)
+        return _SORTED.encode(_EXACT.decode(value))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+# ---- copies that share what did not change ------------------------------------
+def _each(items: Any, change: Callable[[dict], dict]) -> Any:
+    "A list of objects, each changed; the same list when no object was."
+    if not isinstance(items, list):
+        return items
+    new = [change(x) if isinstance(x, dict) else x for x in items]
+    return items if all(a is b for a, b in zip(items, new)) else new
+
+
+def _field(value: dict, name: str, new: Any) -> dict:
+    "An object with one field replaced; the same object when that changes nothing."
+    return value if new is value.get(name) else dict(value, **{name: new})
+
+
+def _every_message(body: dict, change: Callable[[dict], dict]) -> dict:
+    return _field(body, "messages", _each(body.get("messages"), change))
+
+
+def _opening(body: dict, blank: Callable[[str], str] = str) -> bytes:
+    "A mark of what all turns of a conversation share: its first user message."
+    messages = body.get("messages")
+    texts = (content_text(m.get("content")) for m in messages if isinstance(m, dict)
+             and m.get("role") == "user") if isinstance(messages, list) else iter(())
+    return text_mark("opening", blank(next(texts, "")))
+
+
+def _texts(message: dict, change: Callable[[str], str]) -> dict:
+    "A message with each of its texts changed, string or parts."
+    content = message.get("content")
+    if isinstance(content, str):
+        new: Any = change(content)
+        return message if new == content else dict(message, content=new)
+
+    def part(p: dict) -> dict:
+        text = p.get("text")
+        if p.get("type") != "text" or not isinstance(text, str):
+            return p
+        changed = change(text)
+        return p if changed == text else dict(p, text=changed)
+    return _field(message, "content", _each(content, part))
+
+
+# ---- the rules ------------------------------------------------------------------
+def _billing(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """Claude Code's accounting line in front of the system prompt: another one for each
+    session, in older versions for each ask (llama.cpp #20623)."""
+    def change(m: dict) -> dict:
+        if m.get("role") not in ("system", "developer"):
+            return m
+        new = _texts(m, lambda text: _BILLING.sub("", text))
+        if new is m or not isinstance(new.get("content"), list):
+            return new
+        return dict(new, content=[p for p, old in zip(new["content"], m["content"])
+                                  if p is old or p["text"]])
+    new = _every_message(body, change)
+    if new is body:
+        return body
+    # A message that was nothing but the line goes, unless it is the only one.
+    kept = [m for m, old in zip(new["messages"], body["messages"])
+            if m is old or m["content"]]
+    return dict(new, messages=kept or new["messages"])
+
+
+def _cache_control(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """Marks for a cloud's cache.  They move with every turn, and a template that prints
+    a tool as it is prints them too.  A schema's own property of that name stays."""
+    def bare(x: dict) -> dict:
+        return {k: v for k, v in x.items() if k != "cache_control"} \
+            if "cache_control" in x else x
+
+    def message(m: dict) -> dict:
+        m = _field(bare(m), "content", _each(m.get("content"), bare))
+        return _field(m, "tool_calls", _each(m.get("tool_calls"), bare))
+
+    def tool(t: dict) -> dict:
+        function = t.get("function")
+        return _field(bare(t), "function", bare(function)) \
+            if isinstance(function, dict) else bare(t)
+    body = _every_message(bare(body), message)
+    return _field(body, "tools", _each(body.get("tools"), tool))
+
+
+def _parts(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """[{"type": "text", "text": t}] and t are one message.  Claude Code sends the first
+    form while the message is new, the second from then on."""
+    def change(m: dict) -> dict:
+        content = m.get("content")
+        if isinstance(content, list) and len(content) == 1 \
+                and isinstance(content[0], dict) \
+                and content[0].keys() == {"type", "text"} \
+                and content[0]["type"] == "text" \
+                and isinstance(content[0]["text"], str):
+            return dict(m, content=content[0]["text"])
+        return m
+    return _every_message(body, change)
+
+
+def _schema_order(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """A tool whose keys were shuffled by a hash map, as it was first seen, by whichever
+    client: tools stand in the part of a prompt that conversations share."""
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return body
+    text = json.dumps(tools)
+    whole = text_mark("tools", text)     # the very same list again: nothing to sort
+    known = memory.get(whole)
+    if known is None:
+        keys = [text_mark("tool", json.dumps(t, sort_keys=True)) for t in tools]
+        new = [memory.first(key, t, 3 * len(json.dumps(t)))
+               for key, t in zip(keys, tools)]
+        known = (None if json.dumps(new) == text else new, keys)
+        memory.put(whole, known, 100 * len(keys))
+    new, keys = known
+    for key in keys:                     # these forms are in use
+        memory.get(key)
+    return body if new is None else dict(body, tools=new)
+
+
+def _tool_order(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """The tools in the order of this conversation's earlier asks, new ones behind them;
+    in a new conversation in the order in which the same set was first seen."""
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return body
+    names = [json.dumps(tool, sort_keys=True) for tool in tools]
+    if len(set(names)) < len(names):
+        return body
+    here = text_mark("order", _opening(body))
+    order = memory.get(here)
+    n_bytes = 100 * len(names)
+    marks = [text_mark(n) for n in names]
+    if order is None:
+        order = memory.first(text_mark("set", *sorted(names)), marks, n_bytes)
+    rank = {mark: i for i, mark in enumerate(order)}
+    turns = sorted(range(len(tools)), key=lambda i: rank.get(marks[i], len(rank)))
+    new = [tools[i] for i in turns]
+    added = [marks[i] for i in turns if marks[i] not in rank]
+    memory.put(here, order + added, n_bytes)
+    return body if all(a is b for a, b in zip(tools, new)) else dict(body, tools=new)
+
+
+_DAY_LINE = re.compile(      # a line that tells a date or a time
+    r"\d{4}-\d{2}-\d{2}|\d{1,2}[./]\d{1,2}[./]\d{2,4}|\b(?:mon|tues|wednes|thurs|fri|"
+    r"satur|sun)day\b|\b(?:date|time|today|now|clock|timestamp)\b", re.I)
+_CLOCK = re.compile(         # 10:42, 10:42:13.123, 9:05 PM, T10:42:13+01:00; epochs
+    r"(?<![\d:.])(?:(?:(?<=T)|\b)\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?"
+    r"(?:\s?[ap]\.?m\b\.?)?(?:\s?(?:Z\b|UTC\b|GMT\b|[+-]\d{2}:?\d{2}\b))?(?![\d:])"
+    r"|(?P<epoch>1[5-9]\d{8})(?:\d{3})?(?![\d.]))", re.I)
+
+
+def _no_clock(text: str) -> str:
+    "A system prompt without the time of day; its dates stay."
+    def blank(found: Any) -> str:
+        start = text.rfind("\n", 0, found.start()) + 1
+        end = text.find("\n", found.end())
+        if not _DAY_LINE.search(text, start, end if end >= 0 else len(text)):
+            return found.group()
+        epoch = found.group("epoch")
+        return "\0day %d" % (int(epoch) // 86400) if epoch else "\0time"
+    return _CLOCK.sub(blank, text)
+
+
+def _dates(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """The clock in a system prompt stands still: of all texts that differ only in the
+    time, the one that this conversation saw first that day."""
+    messages, at = body.get("messages"), 0
+    opening = _opening(body)
+
+    def change(m: dict) -> dict:
+        nonlocal at
+        if m.get("role") == "user":
+            at = -1                      # what comes later is history, and stays
+        if at < 0 or m.get("role") not in ("system", "developer"):
+            return m
+        at += 1
+
+        def text(t: str) -> str:
+            blank = _no_clock(t)
+            return t if blank == t else memory.first(
+                text_mark("clock", opening, str(at), blank), t, 2 * len(t))
+        return _texts(m, text)
+    return _field(body, "messages", _each(messages, change))
+
+
+_LABELLED = re.compile(      # request id: 8f3a..., <timestamp>1764...</timestamp>
+    r"(?P<label>\b(?:nonce|(?:request|trace|session|message|correlation|turn|run|event)"
+    r"[ _-]?id|time[ _-]?stamp|sent[ _-]?at)\b[\"']?(?:\s*[:=>]\s*|\s+)[\"']?)"
+    r"(?P<value>(?=[^\s\"'<>,;]*\d)[0-9A-Za-z_+/=:.-]{6,64})", re.I)
+
+
+def _no_nonce(text: str) -> str:
+    return _LABELLED.sub(lambda m: m.group("label") + "\0id", text)
+
+
+def _nonces(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """Labelled ids in user messages that are stamped anew with every ask.  No other
+    rule touches user text; this one only when asked for."""
+    opening, at = _opening(body, _no_nonce), 0
+
+    def change(m: dict) -> dict:
+        nonlocal at
+        if m.get("role") != "user":
+            return m
+        at += 1
+
+        def text(t: str) -> str:
+            blank = _no_nonce(t)
+            return t if blank == t else memory.first(
+                text_mark("nonce", opening, str(at), blank), t, 2 * len(t))
+        return _texts(m, text)
+    return _every_message(body, change)
+
+
+def _calls(body: dict, change: Callable[[int, dict, dict], dict],
+           other: Callable[[dict], dict] = lambda m: m) -> dict:
+    """The body with change(number from 1, call, its function) for each earlier call and
+    other(message) for each message without calls."""
+    n = 0
+
+    def call(c: dict) -> dict:
+        nonlocal n
+        n += 1
+        function = c.get("function")
+        return change(n, c, function) if isinstance(function, dict) \
+            and isinstance(function.get("name"), str) else c
+
+    def message(m: dict) -> dict:
+        if m.get("role") != "assistant" or not m.get("tool_calls"):
+            return other(m)
+        return _field(m, "tool_calls", _each(m["tool_calls"], call))
+    return _every_message(body, message)
+
+
+def _arguments(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """A call's arguments in the spelling first seen at this place of the conversation.
+    Clients parse and dump them again, with other blanks and keys (Copilot, resumed)."""
+    opening = _opening(body)
+
+    def change(n: int, call: dict, function: dict) -> dict:
+        text = function.get("arguments")
+        value = argument_key(text)
+        if value is None:
+            return call
+        if not isinstance(text, str) and text is not None:
+            text = json.dumps(text, ensure_ascii=False, separators=(",", ":"))
+        elif not text or text.isspace():
+            text = "{}"                  # the engine answers 500 to empty arguments
+        key = text_mark("call", opening, str(n), function["name"], value)
+        first = memory.first(key, text, 2 * len(text))
+        return call if first == function.get("arguments") else \
+            dict(call, function=dict(function, arguments=first))
+    return _calls(body, change)
+
+
+class CallLinks:
+    """Old ids of calls -> new ones, for the results that follow them.
+
+    Ids are compared by their letters and digits (OpenClaw drops the rest).  They may
+    come again in a later message, or twice in one: then results follow in order.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict = {}           # letters of an old id -> new ids
+        self._block: dict = {}           # ... of the calls of the last message
+        self._silent: list = []          # new ids of calls that have no old one
+        self._calling = False
+
+    def add(self, old: Any, new: str) -> None:
+        if not self._calling:
+            self._calling, self._block, self._silent = True, {}, []
+        if isinstance(old, str):
+            letters = _LETTERS.sub("", old)
+            self._known[letters] = self._block.setdefault(letters, [])
+            self._known[letters].append(new)
+        else:
+            self._silent.append(new)
+
+    def of(self, old: Any) -> Any:
+        "The new id for a result; its old one when no call is known for it."
+        self._calling = False
+        if old is None and self._silent:
+            return self._silent.pop(0)
+        ids = self._known.get(_LETTERS.sub("", old)) if isinstance(old, str) else None
+        return old if not ids else ids.pop(0) if len(ids) > 1 else ids[0]
+
+    def knows(self, old: Any) -> bool:
+        return isinstance(old, str) and _LETTERS.sub("", old) in self._known
+
+
+def _call_ids(body: dict, memory: SteadyMemory, own: Container) -> dict:
+    """Ids by order of appearance, in calls and in their results; an id that toki itself
+    handed out stays what it is, for the engine has seen it."""
+    opening, links = _opening(body), CallLinks()
+
+    def change(n: int, call: dict, function: dict) -> dict:
+        old = call.get("id")
+        new = old if isinstance(old, str) and old in own else _CALL_ID % n
+        key = text_mark("id", opening, str(n), function["name"],
+                        str(function.get("arguments")))
+        new = memory.first(key, new, len(new))
+        links.add(old, new)
+        return call if new == old else dict(call, id=new)
+
+    def other(m: dict) -> dict:
+        if m.get("role") != "tool":
+            return m
+        old = m.get("tool_call_id")
+        new = links.of(old)
+        return m if new == old else dict(m, tool_call_id=new)
+    return _calls(body, change, other)
+
+
+_RULES: dict = {
+    "billing": _billing, "cache_control": _cache_control, "parts": _parts,
+    "schema_order": _schema_order, "tool_order": _tool_order, "dates": _dates,
+    "nonces": _nonces, "arguments": _arguments, "call_ids": _call_ids}
+
+
+def steady(body: dict, rules: frozenset, memory: SteadyMemory,
+           own: Container[str] = ()) -> tuple:
+    """(body without what changes for no reason, names of the rules that did something).
+
+    `body`: a chat body, after its dialect was translated; it is not changed itself,
+    and what is no chat body comes back as it is.  `own`: ids of calls that toki gave
+    to clients.
+    """
+    said: list = []
+    if not isinstance(body, dict):
+        return body, said
+    for name, rule in _RULES.items():
+        if name in rules:
+            try:
+                new = rule(body, memory, own)
+            except RecursionError:       # nested too deep to be looked through
+                continue
+            if new is not body:
+                said.append(name)
+                body = new
+    memory.settle()
+    return body, said
+
+
+# ============================================================================
+# 13. REPLAY - lossy copies of our own replies, put right again.
+#    uses: STEADY.  offers: ReplayMemory, repair, REPLAY_WORDS.  pure: no clock, no
+#    I/O; the caller's lock guards a memory.
+#
+#    An agent sends every reply back with the next ask, often not as it came: thoughts
+#    dropped or moved into the text, ends trimmed, arguments dumped anew, ids changed,
+#    the calls of one reply split over messages or those of two merged.  The engine
+#    holds the tokens of the reply as it was, so that form is put back in its place.
+#
+#    In its place means: behind exactly the same messages, seen from the first one that
+#    is no system message.  The copy must show the same text (blanks at line ends and
+#    blank lines aside) and the same calls (by name and JSON value), and no thoughts of
+#    its own.  Whatever falls short of that was changed on purpose, and is left alone.
+# ============================================================================
+REPLAY_WORDS = ("reasoning", "reply text", "reply arguments", "reply ids",
+                "reply order")
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "reasoning_text", "thinking")
+_THOUGHT = re.compile(       # the opening tag may stand in the prompt
+    r"\A(?:\s*<(?:think|thinking|reasoning)>)?(.*?)</(?:think|thinking|reasoning)>",
+    re.S)
+_TWINS = 4                   # different replies kept for one and the same ask
+
+
+class _Face(NamedTuple):
+    "What a reader sees of an assistant message, and the thoughts he need not see."
+    texts: tuple             # ways to read it: one, or two for a list of parts
+    calls: tuple             # (name, value of the arguments)
+    thoughts: tuple          # with single blanks, none of them empty
+
+
+def _plain_lines(text: str) -> str:
+    "A text without its ends, blanks at line ends, and blank lines."
+    lines = [line.rstrip() for line in text.split("\n")]
+    return "\n".join(line for line in lines if line).strip()
+
+
+def _call_face(call: Any) -> tuple:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return ("", "")                  # no call of ours looks like that
+    text = function.get("arguments")
+    return (str(function.get("name")), argument_key(text) or "raw " + str(text))
+
+
+def _face(message: dict) -> _Face:
+    content = message.get("content")
+    texts = [content_text(content)]
+    thoughts = [message.get(name) for name in _THOUGHT_FIELDS]
+    if isinstance(content, list):
+        parts = [p for p in content if isinstance(p, dict)]
+        thoughts += [p.get("thinking") or p.get("text") for p in parts
+                     if p.get("type") in ("thinking", "reasoning")]
+        if len(parts) > 1:               # split at a line end, or anywhere
+            texts.append("".join(content_text([p]) for p in parts))
+        odd = [p for p in content if not isinstance(p, dict)
+               or p.get("type") not in ("text", "output_text", "thinking", "reasoning")]
+        if odd:                          # no reply of ours has such parts
+            texts = [texts[0] + "\0" + json.dumps(odd, sort_keys=True)]
+    found = _THOUGHT.match(texts[0]) if "</" in texts[0] else None
+    if found:
+        thoughts.append(found.group(1))
+        texts = [_THOUGHT.sub("", t, 1) for t in texts]
+    plain = [" ".join(t.split()) for t in thoughts if isinstance(t, str)]
+    calls = message.get("tool_calls")
+    return _Face(tuple(map(_plain_lines, texts)),
+                 tuple(map(_call_face, calls)) if isinstance(calls, list) else (),
+                 tuple(filter(None, plain)))
+
+
+# ---- places: where in a conversation a reply belongs ----------------------------
+def _start(owner: str) -> bytes:
+    "The place in front of everything; its first byte says that nothing was said yet."
+    return b"-" + text_mark("place", owner)
+
+
+def _next(place: bytes, message: dict, face: Optional[_Face] = None) -> bytes:
+    """The place behind a message, which has that face if one is given.  Leading system
+    messages do not count."""
+    role = message.get("role")
+    if role in ("system", "developer"):
+        role = "system"
+        if place.startswith(b"-"):
+            return place
+    if role == "assistant":
+        face = face or _face(message)
+        shown = [face.texts[0], *(x for call in face.calls for x in call)]
+    else:
+        content = message.get("content")
+        shown = [content_text(content)]
+        if isinstance(content, list):    # pictures are part of what was said
+            shown += [json.dumps(p, sort_keys=True) for p in content
+                      if not isinstance(p, dict) or p.get("type") != "text"]
+    return b"+" + text_mark(place, str(role), *shown)
+
+
+class _Turn(NamedTuple):
+    "A reply as the engine gave it."
+    message: dict            # content, maybe reasoning_content, maybe tool_calls
+    face: _Face
+    n_bytes: int
+
+
+def _kept_call(call: dict) -> dict:
+    function, text = call["function"], str(call["function"].get("arguments") or "")
+    kept = {"id": call["id"]} if isinstance(call.get("id"), str) and call["id"] else {}
+    return dict(kept, type="function", function={
+        "name": str(function.get("name") or ""),
+        "arguments": text if text.strip() else "{}"})    # empty: a 500 (seen)
+
+
+def _kept_form(reply: dict) -> dict:
+    "The fields of a reply that a template reads, and nothing else."
+    content, thought = reply.get("content"), reply.get("reasoning_content")
+    kept: dict = {"content": content if isinstance(content, str) else ""}
+    if isinstance(thought, str) and thought:
+        kept["reasoning_content"] = thought
+    if reply.get("tool_calls"):
+        kept["tool_calls"] = [_kept_call(c) for c in reply["tool_calls"]]
+    return kept
+
+
+class ReplayMemory:
+    """The replies toki gave, by the place in the conversation where they belong.
+
+    Holds about `budget` bytes and `entries` places at most.  `ids`: ids of the calls in
+    these replies, for `steady`.  The caller's lock covers every use.
+    """
+
+    def __init__(self, budget: int = 8 << 20, entries: int = 20000):
+        self.budget, self.entries, self.used = budget, entries, 0
+        self.ids: dict = {}              # id -> replies that have it
+        self._turns: OrderedDict = OrderedDict()     # place -> turns, youngest first
+
+    def remember(self, messages: Sequence[dict], reply: dict, owner: str = "") -> tuple:
+        """A reply is complete: keep it, before its last event goes out.  The row for
+        `restore`, () when there was nothing to keep.
+
+        `messages`: those of the ask, as the engine got them; `reply`: the assembled
+        assistant message, as the engine gave it; `owner`: who may get it back.
+        """
+        place = _start(owner)
+        for m in messages:
+            place = _next(place, m)
+        kept = _kept_form(reply)
+        return (place.hex(), kept) if self._keep(place, kept) else ()
+
+    def restore(self, place: str, message: dict) -> None:
+        "A row that `remember` gave in an earlier life; whatever else is ignored."
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            self._keep(bytes.fromhex(place), _kept_form(message))
+
+    def _keep(self, place: bytes, message: dict) -> bool:
+        if message == {"content": ""}:
+            return False
+        n_bytes = 1200 + 3 * sum(map(len, (
+            message["content"], message.get("reasoning_content", ""),
+            *(c["function"]["arguments"] for c in message.get("tool_calls", ())))))
+        if 4 * n_bytes > self.budget:
+            return False
+        twins = [t for t in self.at(place) if t.message != message][:_TWINS - 1]
+        self._forget(place)
+        self._turns[place] = [_Turn(message, _face(message), n_bytes), *twins]
+        for turn in self._turns[place]:
+            self._count(turn, 1)
+        while self._turns and (self.used > self.budget
+                               or len(self._turns) > self.entries):
+            self._forget(next(iter(self._turns)))
+        return True
+
+    def _count(self, turn: _Turn, step: int) -> None:
+        self.used += step * turn.n_bytes
+        for call in turn.message.get("tool_calls", ()):
+            if "id" in call:
+                left = self.ids.pop(call["id"], 0) + step
+                if left:
+                    self.ids[call["id"]] = left
+
+    def _forget(self, place: bytes) -> None:
+        for turn in self._turns.pop(place, ()):
+            self._count(turn, -1)
+
+    def at(self, place: bytes) -> Sequence[_Turn]:
+        "The replies known at a place, the youngest first."
+        return self._turns.get(place, ())
+
+    def touch(self, used: Sequence[bytes]) -> None:
+        """These places were used, in this order.  The first one is the youngest now: of
+        a conversation that does not fit, the front is kept and the end forgotten."""
+        for place in reversed(used):
+            self._turns.move_to_end(place)
+
+
+# ---- is this the copy of that reply? --------------------------------------------
+class _Fit(NamedTuple):
+    "`put` stands in the place of the next `n` messages; the first of it is the reply."
+    turn: _Turn
+    n: int
+    put: list
+    said: tuple
+
+
+def _unthought(sent: Sequence[str], kept: Sequence[str]) -> bool:
+    "No thoughts, the same ones, or their beginning: has the copy none of its own?"
+    whole = " ".join(kept)
+    return all(whole.startswith(t.rstrip(".\u2026 ")) for t in sent)
+
+
+def _changes(sent: dict, kept: dict) -> Optional[tuple]:
+    "What a copy had lost, in REPLAY_WORDS; None when its calls are other ones."
+    ours, theirs = kept.get("tool_calls", []), sent.get("tool_calls") or []
+    if not isinstance(theirs, list):
+        return None
+    names = [c["function"].get("name") if isinstance(c, dict)
+             and isinstance(c.get("function"), dict) else None for c in theirs]
+    if names != [c["function"]["name"] for c in ours]:
+        return None
+    lost = (
+        (sent.get("reasoning_content") or "") != kept.get("reasoning_content", "")
+        or any(sent.get(name) for name in _THOUGHT_FIELDS[1:]),
+        (sent.get("content") or "") != kept["content"],
+        any(o["function"]["arguments"] != t["function"].get("arguments")
+            for o, t in zip(ours, theirs)),
+        any("id" in o and o["id"] != t.get("id") for o, t in zip(ours, theirs)))
+    return tuple(word for word, is_lost in zip(REPLAY_WORDS, lost) if is_lost)
+
+
+def _as_given(sent: dict, kept: dict, calls: Sequence[dict]) -> dict:
+    "The message put back; `calls` are the copy's, for ids that the engine left out."
+    new = {k: v for k, v in sent.items()
+           if k not in _THOUGHT_FIELDS + ("content", "tool_calls")}
+    new.update(kept)
+    if calls:
+        new["tool_calls"] = [dict({"id": c["id"]} if "id" in c else {}, **k)
+                             for c, k in zip(calls, kept["tool_calls"])]
+    return new
+
+
+def _linked(results: Sequence[dict], sent: Sequence[dict],
+            kept: Sequence[dict]) -> list:
+    """Results with the ids of the calls put back: by their old ids or, when they have
+    none that is known, in the order of the calls."""
+    links = CallLinks()
+    for old, new in zip(sent, kept):
+        links.add(old.get("id"), new.get("id") or old.get("id"))
+    olds = [m.get("tool_call_id") for m in results]
+    ids = [links.of(old) for old in olds]
+    if len(results) == len(sent) and not any(links.knows(old) for old in olds):
+        ids = [new.get("id") or old.get("id") for old, new in zip(sent, kept)]
+    return [m if new == old else dict(m, tool_call_id=new)
+            for m, old, new in zip(results, olds, ids)]
+
+
+def _results_end(messages: Sequence[dict], at: int) -> int:
+    "Where the tool results that begin at `at` end."
+    while at < len(messages) and messages[at].get("role") == "tool":
+        at += 1
+    return at
+
+
+def _whole(turn: _Turn, rest: Sequence[dict]) -> Optional[_Fit]:
+    "One message is the copy."
+    sent, said = rest[0], _changes(rest[0], turn.message)
+    if said is None:
+        return None
+    if not said:                         # as it was, to the letter
+        return _Fit(turn, 1, [sent], ())
+    face = _face(sent)
+    if face.calls != turn.face.calls or turn.face.texts[0] not in face.texts \
+            or not _unthought(face.thoughts, turn.face.thoughts):
+        return None
+    end, calls = _results_end(rest, 1), sent.get("tool_calls") or ()
+    results = _linked(rest[1:end], calls, turn.message.get("tool_calls", ()))
+    return _Fit(turn, end, [_as_given(sent, turn.message, calls), *results], said)
+
+
+def _split(turn: _Turn, rest: Sequence[dict]) -> Optional[_Fit]:
+    "The calls of one reply stand in several messages, maybe each with its result."
+    calls, texts, results, thoughts, end = [], [], [], [], 0
+    while end < len(rest) and rest[end].get("role") in ("assistant", "tool") \
+            and len(calls) < len(turn.face.calls):
+        m, end = rest[end], end + 1
+        if m["role"] == "tool":
+            results.append(m)
+            continue
+        face = _face(m)
+        texts += filter(None, face.texts[:1])
+        thoughts += face.thoughts
+        calls += m["tool_calls"] if face.calls else ()
+    if not calls or tuple(map(_call_face, calls)) != turn.face.calls \
+            or "\n".join(texts) != turn.face.texts[0] \
+            or not _unthought([" ".join(thoughts)], turn.face.thoughts):
+        return None
+    said = _changes(dict(rest[0], content=turn.message["content"], tool_calls=calls),
+                    turn.message)
+    results += rest[end:_results_end(rest, end)]
+    results = _linked(results, calls, turn.message["tool_calls"])
+    return _Fit(turn, _results_end(rest, end), [_as_given(rest[0], turn.message, calls),
+                                          *results], said + REPLAY_WORDS[4:])
+
+
+def _merged_copy(turn: _Turn, rest: Sequence[dict]) -> Optional[_Fit]:
+    """One message begins with the copy and holds a later reply as well; that one comes
+    out as a message of its own, behind the results of the first one's calls."""
+    face, n, text = _face(rest[0]), len(turn.face.calls), turn.face.texts[0]
+    thought, kept = " ".join(face.thoughts), " ".join(turn.face.thoughts)
+    if not 0 < n < len(face.calls) or face.calls[:n] != turn.face.calls \
+            or not (face.texts[0] + "\n").startswith(text + "\n" if text else "") \
+            or not (kept.startswith(thought) or thought.startswith(kept)):
+        return None
+    end, calls = _results_end(rest, 1), rest[0]["tool_calls"]
+    results = rest[1:end]
+    ids = [c.get("id") for c in calls if isinstance(c, dict)]
+    answers = [m.get("tool_call_id") for m in results]
+    if not all(isinstance(i, str) for i in ids + answers) \
+            or len(set(ids)) < len(calls) or not set(answers) <= set(ids):
+        return None                      # whose result is whose?
+    mine = [m for m in results if m["tool_call_id"] in ids[:n]]
+    others = [m for m in results if m["tool_call_id"] in ids[n:]]
+    mine = _linked(mine, calls[:n], turn.message["tool_calls"])
+    later = {"role": "assistant", "content": face.texts[0][len(text):].strip(),
+             "reasoning_content": thought[len(kept):].strip(), "tool_calls": calls[n:]}
+    return _Fit(turn, end, [_as_given(rest[0], turn.message, calls[:n]), *mine, later,
+                      *others], REPLAY_WORDS[4:])
+
+
+def _fit(memory: ReplayMemory, place: bytes, rest: Sequence[dict]) -> Optional[_Fit]:
+    "What belongs to a place, if a copy of it stands there for certain."
+    if len(rest) < 2:                    # no copy, but a beginning to go on from
+        return None
+    turns = memory.at(place)
+    for way in (_whole, _split):
+        fits = [fit for fit in (way(turn, rest) for turn in turns) if fit]
+        if fits:                         # of twins the most like it, then the youngest
+            return min(fits, key=lambda fit: len(fit.said))
+    for turn in turns:
+        fit = _merged_copy(turn, rest)
+        if fit is not None and _goes_on(memory, place, fit, rest):
+            return fit
+    return None
+
+
+def _goes_on(memory: ReplayMemory, place: bytes, fit: _Fit,
+             rest: Sequence[dict]) -> bool:
+    "Is the second half of a merged message known as well?"
+    at = 0
+    while at == 0 or fit.put[at]["role"] != "assistant":
+        place = _next(place, fit.put[at])
+        at += 1
+    return _fit(memory, place, fit.put[at:] + list(rest[fit.n:])) is not None
+
+
+def repair(messages: Any, memory: ReplayMemory, owner: str = "") -> tuple:
+    """(messages with toki's own replies as they were given, REPLAY_WORDS for what had
+    been lost).
+
+    `messages`: those of a chat body; the same list comes back when nothing was lost.
+    """
+    if not memory.used or not isinstance(messages, list) or not all(
+            isinstance(m, dict) for m in messages):
+        return messages, []
+    try:
+        return _repaired(messages, memory, owner)
+    except RecursionError:               # nested too deep to be looked through
+        return messages, []
+
+
+def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
+    place, said, used, i = _start(owner), set(), [], 0
+    while i < len(messages):
+        fit = None
+        if messages[i].get("role") == "assistant" and memory.at(place):
+            fit = _fit(memory, place, messages[i:])
+        if fit is not None:
+            used.append(place)
+            said.update(fit.said)
+        if fit is not None and fit.said:
+            messages = messages[:i] + fit.put + messages[i + fit.n:]
+        place = _next(place, messages[i], fit.turn.face if fit else None)
+        i += 1
+    memory.touch(used)
+    return messages, [word for word in REPLAY_WORDS if word in said]
+
+
+# ============================================================================
+# 14. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
 #    Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
 #    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
@@ -2854,7 +4897,7 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 
 
 # ============================================================================
-# 11. DECIDE - which slot, what is destroyed, and why.
+# 15. DECIDE - which slot, what is destroyed, and why.
 #    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
 #    usable_snap, must_extend, incomplete, estimate_ms, p_return, learn_kind,
 #    pool_size, SLICE, P_CRASH.  pure and total: always a plan, always a why.
@@ -3311,7 +5354,7 @@ def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
 
 
 # ============================================================================
-# 12. WHY - why were these tokens computed, though something like them was known?
+# 16. WHY - why were these tokens computed, though something like them was known?
 #    uses: TOKENS.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the text of
 #    tokens comes from a callable.
 #
@@ -3652,7 +5695,7 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 
 # ============================================================================
-# 13. GGUF - what a model file's header says about memory.
+# 17. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, Part, read_part.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -3883,7 +5926,7 @@ def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
 
 
 # ============================================================================
-# 14. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 18. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -5443,7 +7486,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 
 # ============================================================================
-# 15. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 19. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
 #    is_local_url.
 # ============================================================================
@@ -5807,7 +7850,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 16. MACHINE - where state lives; memory; who runs.
+# 20. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
 #    local_token, start_logging, cpu_count, OwnerLog, fresh_log.
 # ============================================================================
@@ -5928,7 +7971,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 17. ENGINE - one llama-server: talk, probe, start, watch, stop.
+# 21. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
 #    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context.
 # ============================================================================
@@ -6718,8 +8761,9 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
 
 
 # ============================================================================
-# 18. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
-#    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, LEDGER_SCHEMA.
+# 22. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+#    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, Journal,
+#    LEDGER_SCHEMA.
 #
 #    One thread owns the database; asks hand it rows and never wait.
 # ============================================================================
@@ -6733,26 +8777,28 @@ _COLUMNS = ("run", "ask", "at", "life", "route", "model", "client", "conversatio
             "restored_bytes")
 
 
-class Ledger:
-    """Writes rows behind the asks; trouble with the disk is said once and forgotten.
+class Journal:
+    """Rows that one thread writes behind the asks, a batch at a time; trouble with the
+    disk is said once and forgotten.
 
-    Beside the rows, the token ids of the latest asks are kept (owner-only, bounded by
-    number and bytes) for `toki why`.
+    A kind of journal has a `word` for people, a `schema` number, `_prepare(db)` for its
+    tables and `_write(db, rows)`.
     """
+    word, schema = "journal", 1
 
     def __init__(self, path: str, edges: Edges):
         self.path, self.edges = path, edges
         self._rows: queue.Queue = queue.Queue(maxsize=10_000)
         self._closing = threading.Event()
         self._warned = False
-        self._thread = threading.Thread(target=self._run, name="toki-ledger",
+        self._thread = threading.Thread(target=self._run, name="toki-" + self.word,
                                         daemon=True)
         self._thread.start()
 
-    def add(self, row: dict, tokens: Optional[Tokens] = None,
-            starts: Sequence[int] = ()) -> None:
+    def post(self, *row: Any) -> None:
+        "Hand over a row; dropped when the disk has been far behind for long."
         with contextlib.suppress(queue.Full):
-            self._rows.put_nowait((row, tokens, starts))
+            self._rows.put_nowait(row)
 
     def close(self) -> None:
         "Write what is left, at most for a few seconds."
@@ -6762,24 +8808,19 @@ class Ledger:
 
     def flush(self, patience_s: float = 5) -> None:
         "Wait until what was added so far can be read."
-        done = threading.Event()
-        self._rows.put(done)
-        done.wait(patience_s)
+        if self._thread.is_alive():
+            done = threading.Event()
+            self._rows.put(done)
+            done.wait(patience_s)
 
     def _open(self) -> sqlite3.Connection:
         db = self.edges.disk.database(self.path)
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > LEDGER_SCHEMA:
-            raise TokiError(f"the ledger is of a newer toki (schema {version})",
+        if version > self.schema:
+            raise TokiError(f"the {self.word} is of a newer toki (schema {version})",
                             "move it away or update toki")
-        db.execute("CREATE TABLE IF NOT EXISTS asks (" + ", ".join(_COLUMNS) + ")")
-        there = {row[1] for row in db.execute("PRAGMA table_info(asks)")}
-        for column in _COLUMNS:
-            if column not in there:
-                db.execute(f"ALTER TABLE asks ADD COLUMN {column}")
-        db.execute("CREATE TABLE IF NOT EXISTS tokens (seq INTEGER PRIMARY KEY, run, "
-                   "ask, packed, starts)")
-        db.execute(f"PRAGMA user_version = {LEDGER_SCHEMA}")
+        self._prepare(db)
+        db.execute(f"PRAGMA user_version = {self.schema}")
         return db
 
     def _run(self) -> None:
@@ -6795,9 +8836,10 @@ class Ledger:
                 db = db or self._open()
                 with db:
                     self._write(db, rows)
-            except (sqlite3.Error, OSError, TokiError) as error:
+            except Exception as error:   # whatever it is, the thread lives on
                 if not self._warned:
-                    log.warning("the ledger cannot be written (%s); asks go on", error)
+                    log.warning("the %s cannot be written (%s); asks go on", self.word,
+                                error)
                 self._warned = True
             for flushed in items:
                 if isinstance(flushed, threading.Event):
@@ -6806,6 +8848,41 @@ class Ledger:
                 self._closing.wait(0.2)          # a batch at a time, not a row
         if db is not None:
             db.close()
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        raise NotImplementedError
+
+    def _write(self, db: sqlite3.Connection, rows: list) -> None:
+        raise NotImplementedError
+
+    def _purge(self, *tables: str) -> None:
+        "Empty these tables and overwrite what stood there."
+        self.flush()
+        with contextlib.closing(self._open()) as db:
+            db.execute("PRAGMA secure_delete = 1")
+            with db:
+                for name in tables:
+                    db.execute(f"DELETE FROM {name}")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+class Ledger(Journal):
+    """A row for each ask, and beside the rows the token ids of the latest asks
+    (owner-only, bounded by number and bytes) for `toki why`."""
+    word, schema = "ledger", LEDGER_SCHEMA
+
+    def add(self, row: dict, tokens: Optional[Tokens] = None,
+            starts: Sequence[int] = ()) -> None:
+        self.post(row, tokens, starts)
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        db.execute("CREATE TABLE IF NOT EXISTS asks (" + ", ".join(_COLUMNS) + ")")
+        there = {row[1] for row in db.execute("PRAGMA table_info(asks)")}
+        for column in _COLUMNS:
+            if column not in there:
+                db.execute(f"ALTER TABLE asks ADD COLUMN {column}")
+        db.execute("CREATE TABLE IF NOT EXISTS tokens (seq INTEGER PRIMARY KEY, run, "
+                   "ask, packed, starts)")
 
     def _write(self, db: sqlite3.Connection, rows: list) -> None:
         db.executemany(
@@ -6876,15 +8953,176 @@ class Ledger:
 
     def forget(self) -> None:
         "Purge the token ids (the rows of figures stay)."
-        self.flush()
-        db = self.edges.disk.database(self.path)
-        with contextlib.closing(db), db:
-            db.execute("DELETE FROM tokens")
-            db.execute("PRAGMA secure_delete = 1")
+        self._purge("tokens")
 
 
 # ============================================================================
-# 19. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 23. RECALL - what was said before, for the asks that come after.
+#    uses: WORDS, SETTINGS, WIRE, TURNS, RESPONSES, STEADY, REPLAY, EDGES, LEDGER.
+#    offers: Recall, Transcript, RECALL_SCHEMA.
+#
+#    The forms and replies of earlier asks, one lock around them, and a journal of the
+#    replies: a conversation stays the same text to the engine when toki was started
+#    anew.  recall.db holds text, so it is owner-only and bounded, there only while
+#    `history` is on, and emptied by `toki why --forget`.
+# ============================================================================
+RECALL_SCHEMA = 1
+_RECALL_BYTES = 32 << 20     # of replies, and as much of responses, in the file
+_LUMP = 256                  # events parsed at once
+
+
+class Transcript:
+    """A reply as the engine wrote it, from its raw events.
+
+    Parsed in lumps, and the last one by whoever needs the reply: a stream does not
+    wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._events: list = []
+        self._assembler = Assembler("chat")
+
+    def add(self, event: bytes) -> None:
+        self._events.append(event)
+        if len(self._events) >= _LUMP:
+            self._parse()
+
+    def _parse(self) -> None:
+        for event in self._events:
+            payload = event_payload(event)
+            if payload not in (None, b"[DONE]"):
+                self._assembler.add(json.loads(payload.decode("utf-8", "replace")))
+        self._events = []
+
+    def message(self) -> dict:
+        "The assistant's message."
+        self._parse()
+        return self._assembler.message()
+
+
+class Recall(Journal):
+    "STEADY's and REPLAY's memories and the stored responses; safe for many threads."
+    word, schema = "recall", RECALL_SCHEMA
+
+    def __init__(self, config: Config, edges: Edges, path: str = ""):
+        self.rules = steady_rules(config.steady)
+        self.replay, self.kept = config.replay, bool(path)
+        self._forms, self._replies = SteadyMemory(), ReplayMemory()
+        self._chains = Chains()
+        self._heard: list = []           # replies that nobody needed yet
+        self._lock = threading.Lock()    # guards all of the above
+        if self.kept:
+            super().__init__(path, edges)
+            self._load()
+
+    # ---- asks -------------------------------------------------------------------
+    def calm(self, body: Any, owner: str) -> tuple:
+        """(chat body made steady, with its replies put right; what was done to it).
+
+        Trouble in here costs the repair, never the ask.
+        """
+        try:
+            with self._lock:
+                self._hear_locked()
+                body, said = steady(body, self.rules, self._forms, self._replies.ids)
+                if self.replay and isinstance(body, dict):
+                    messages, lost = repair(body.get("messages"), self._replies, owner)
+                    if lost:
+                        body, said = dict(body, messages=messages), said + lost
+            return body, tuple(said)
+        except Exception:                # an ask is worth more than its repair
+            log.exception("a body was not made steady; it goes on as it came")
+            return body, ()
+
+    def remember(self, messages: Sequence[dict], heard: Transcript, owner: str) -> None:
+        "A reply is complete; its client has not read the end of it yet."
+        if not self.replay:
+            return
+        with self._lock:
+            self._heard.append((messages, heard, owner))
+        if self.kept:
+            self.post("heard")
+
+    def _hear_locked(self) -> None:
+        heard, self._heard = self._heard, []
+        for messages, transcript, owner in heard:
+            reply = transcript.message()
+            row = self._replies.remember(messages, reply, owner)
+            if row and self.kept:
+                self.post("reply", row[0], json.dumps(row[1]))
+
+    def going_on(self, body: Any, takes: Takes) -> dict:
+        "A Responses body as a chat, behind the responses it refers to."
+        with self._lock:
+            earlier = self._chains.earlier(body)
+        return responses_to_chat(body, earlier, takes, self._chains.item)
+
+    def responded(self, body: dict, response: dict) -> None:
+        "Keep a response for asks that go on from it, unless the client said not to."
+        link = self._chains.link(body, response)
+        if link is not None:
+            with self._lock:
+                self._chains.keep(link)
+            if self.kept:
+                self.post("response", link.id, json.dumps(link[1:4]))
+
+    # ---- the file ---------------------------------------------------------------
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        for table in ("reply", "response"):
+            db.execute(f"CREATE TABLE IF NOT EXISTS {table} (seq INTEGER PRIMARY KEY, "
+                       "name, value)")
+
+    def _write(self, db: sqlite3.Connection, rows: list) -> None:
+        with self._lock:
+            self._hear_locked()          # their rows come with the next batch
+        for table, *row in rows:
+            if row:
+                db.execute(f"INSERT INTO {table} (name, value) VALUES (?, ?)", row)
+        for table in {row[0] for row in rows if len(row) > 1}:
+            self._trim(db, table)
+
+    @staticmethod
+    def _trim(db: sqlite3.Connection, table: str) -> None:
+        "Drop the oldest beyond the bound."
+        total, = db.execute(f"SELECT total(length(value)) FROM {table}").fetchone()
+        while total > _RECALL_BYTES:
+            seq, size = db.execute(f"SELECT seq, length(value) FROM {table} "
+                                   "ORDER BY seq LIMIT 1").fetchone()
+            db.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
+            total -= size
+
+    def _load(self) -> None:
+        "What an earlier life said; a file that cannot be read is an empty one."
+        try:
+            with contextlib.closing(self._open()) as db:
+                replies = db.execute("SELECT name, value FROM reply ORDER BY seq"
+                                     ).fetchall()
+                responses = db.execute("SELECT name, value FROM response ORDER BY seq"
+                                       ).fetchall()
+            for place, value in replies:
+                self._replies.restore(place, json.loads(value))
+            for name, value in responses:
+                link = Link(name, *json.loads(value), len(value))
+                self._chains.keep(link)
+        except (sqlite3.Error, OSError, ValueError, TypeError, TokiError) as error:
+            log.warning("what was said before cannot be read (%s)", error)
+
+    def close(self) -> None:
+        if self.kept:
+            self.flush()                 # its batch posts the rows of replies heard
+            super().close()
+
+    def forget(self) -> None:
+        "Drop all of it, here and in the file."
+        with self._lock:
+            self._forms, self._replies = SteadyMemory(), ReplayMemory()
+            self._chains, self._heard = Chains(), []
+        if self.kept:
+            self._purge("reply", "response")
+
+
+# ============================================================================
+# 24. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -7407,7 +9645,7 @@ class Shelf:
 
 
 # ============================================================================
-# 20. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 25. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -7546,7 +9784,7 @@ class Prompter:
 
 
 # ============================================================================
-# 21. MOVES - state from slot to shelf and back, under a lease.
+# 26. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
@@ -7874,7 +10112,7 @@ class Mover:
 
 
 # ============================================================================
-# 22. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 27. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY, GGUF, EDGES,
 #    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
 # ============================================================================
@@ -8770,12 +11008,13 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
         "expected_tokens": plan.expect,
         "computed_tokens": timings.prompt_n + lease.side,
         "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
-        "saved_ms_estimate": saved, "why": why, "steadied": [], "ask": lease.ask,
+        "saved_ms_estimate": saved, "why": why, "ask": lease.ask,
+        "steadied": list(lease.request.steadied),
         "from_engine": ["prompt_tokens", "reused_tokens", "computed_tokens"]}
 
 
 # ============================================================================
-# 23. CERTIFY - may restored contexts be trusted here?
+# 28. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
 #    offers: certify, canary, judge_trials, Auditor.
 #
@@ -9008,7 +11247,7 @@ class Auditor:
 
 
 # ============================================================================
-# 24. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 29. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, TOKENS, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER, CERTIFY.
 #    offers: Desk, DESK_VERBS.
 # ============================================================================
@@ -9300,7 +11539,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 25. HTTP - framing, limits, deadlines: a server made of http.server.
+# 30. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -9702,9 +11941,10 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 26. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, WIRE, TURNS, ANTHROPIC, BOOK, EDGES, MACHINE, ENGINE,
-#    MOVES, KEEPER, DESK, HTTP.  offers: Gateway, ROUTES, Route, prometheus.
+# 31. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK, EDGES,
+#    STEADY, MACHINE, ENGINE, RECALL, MOVES, KEEPER, DESK, HTTP.
+#    offers: Gateway, ROUTES, Route, prometheus.
 # ============================================================================
 class Route(NamedTuple):
     method: str
@@ -9717,6 +11957,9 @@ class Route(NamedTuple):
 ROUTES = (
     Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
     Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
+    Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
+    Route("POST", "/v1/responses/input_tokens", "open", "count_tokens",
+          "tokens of a responses body, nothing computed"),
     Route("POST", "/v1/embeddings", "open", "embeddings",
           "embeddings, on an engine given for them"),
     Route("POST", "/v1/messages", "token", "messages",
@@ -9749,15 +11992,19 @@ def normal_path(path: str) -> str:
     parts = parts[1:] if parts[:1] == ["anthropic"] else parts
     while len(parts) > 1 and parts[0] == parts[1] == "v1":
         parts.pop(0)
-    if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"]):
+    if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"],
+                     ["responses"]):
         parts.insert(0, "v1")
     return "/" + "/".join(parts)
 
 
 def dialect_of(path: str) -> Optional[Dialect]:
     "Whose words a path is answered in; None: OpenAI's."
+    plain = normal_path(path)
+    if plain.startswith("/v1/responses"):
+        return RESPONSES
     own = path.lstrip("/").startswith("anthropic/")
-    return ANTHROPIC if own or normal_path(path).startswith("/v1/messages") else None
+    return ANTHROPIC if own or plain.startswith("/v1/messages") else None
 
 
 def prometheus(state: dict) -> str:
@@ -9835,9 +12082,9 @@ class _PlainReply(_Reply):
         self.parts: list = []            # the replies of the single asks
 
     def start(self, lease: Lease, many: int) -> None:
-        self.assembler = Assembler(self.request.route)
+        self.assembler, self.heard = Assembler(self.request.route), Transcript()
         self.splitter = EventSplitter()
-        self.many = many
+        self.ask, self.many = lease.request, many
 
     def feed(self, data: bytes, lease: Lease, end: bool = False) -> None:
         for raw in self.splitter.close() if end else self.splitter.feed(data):
@@ -9851,6 +12098,7 @@ class _PlainReply(_Reply):
                 self.progress(lease, event)
                 continue
             self.first_token()
+            self.heard.add(raw)
             self.assembler.add(event)
             timings = read_timings(event)
             if timings and "usage" in event:
@@ -9873,9 +12121,11 @@ class _PlainReply(_Reply):
         if self.request.model:
             reply["model"] = self.request.model
         reply["cache"] = self.cache
+        self.gateway.remember(self)
         if self.dialect is not None:
-            reply = self.dialect.reply(reply, self.request, self.gateway.new_id("msg"),
-                                       self.gateway.model_name())
+            reply = self.dialect.reply(reply, self.request, self.gateway.new_id(
+                self.dialect.prefix), self.gateway.model_name())
+        self.gateway.responded(self.request, reply)
         self.x.send_json(200, reply)
 
     def fail(self, error: TokiError) -> None:
@@ -9896,8 +12146,8 @@ class _StreamReply(_Reply):
         self.held: Optional[dict] = None # the usage event of the last ask
 
     def start(self, lease: Lease, many: int) -> None:
-        self.splitter = EventSplitter()
-        self.many = many
+        self.splitter, self.heard = EventSplitter(), Transcript()
+        self.ask, self.many = lease.request, many
         self.fresh = True                # the first event of this ask is to come
         if not self.x.committed:
             plan = lease.plan
@@ -9952,12 +12202,15 @@ class _StreamReply(_Reply):
             self.x.write(data)
             gateway = self.gateway
             self.beat_at = gateway.edges.clock.now() + gateway.config.heartbeat
+        else:                            # progress only
+            self.heartbeat()
 
     def _event(self, raw: bytes, lease: Lease) -> bytes:
         "The bytes for the client; b\"\" for what is not its business."
         if not self.fresh and self.many == 1 and b'"timings"' not in raw \
                 and b'"tool_calls"' not in raw and raw.startswith(b'data: {"choices"') \
                 and b'"prompt_progress"' not in raw:
+            self.heard.add(raw)
             for old, new in self.replace:
                 raw = raw.replace(old, new, 1)
             return raw + b"\n\n"
@@ -9971,6 +12224,7 @@ class _StreamReply(_Reply):
             self.progress(lease, event)
             self.phase = "prefill"
             return raw + b"\n\n" if self.request.progress else b""
+        self.heard.add(raw)
         return self._changed(event, lease)
 
     def _changed(self, event: dict, lease: Lease) -> bytes:
@@ -10021,6 +12275,7 @@ class _StreamReply(_Reply):
         return sse(dict(opening, **self.head))
 
     def finish(self) -> None:
+        self.gateway.remember(self)
         if self.held is not None:
             self.x.write(sse(dict(self.held, usage=self.usage(), cache=self.cache)))
         elif self.many > 1:
@@ -10046,8 +12301,8 @@ class _ToldReply(_StreamReply):
 
     def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
         super().__init__(gateway, x, request)
-        self.teller = self.dialect.stream(request, gateway.new_id("msg"),
-                                          gateway.model_name())
+        self.teller = self.dialect.stream(
+            request, gateway.new_id(self.dialect.prefix), gateway.model_name())
 
     @property
     def started(self) -> bool:
@@ -10073,6 +12328,7 @@ class _ToldReply(_StreamReply):
             self.phase = "prefill"
         else:
             self.first_token()
+            self.heard.add(raw)
         timings = read_timings(event)
         if timings and not event.get("choices"):
             self.finished(lease, timings)
@@ -10082,7 +12338,11 @@ class _ToldReply(_StreamReply):
     def finish(self) -> None:
         if not self.x.committed:
             self.x.begin()
-        self.x.write(b"".join(self.teller.finish()))
+        last = b"".join(self.teller.finish())
+        self.gateway.remember(self)      # the next ask may come at once
+        if self.dialect is RESPONSES:
+            self.gateway.responded(self.request, self.teller.response)
+        self.x.write(last)
         self.x.end()
 
     def fail(self, error: TokiError) -> None:
@@ -10098,11 +12358,13 @@ class Gateway:
     "The daemon's routes in front of one keeper."
 
     def __init__(self, keeper: Keeper, config: Config, token: str,
-                 edges: Edges = REAL, on_stop: Callable[[], None] = lambda: None):
+                 edges: Edges = REAL, on_stop: Callable[[], None] = lambda: None,
+                 recall: Optional[Recall] = None):
         self.keeper, self.config, self.edges = keeper, config, edges
         self.token, self.on_stop = token, on_stop
         self.notes: dict = {}            # ask -> clause about the nearest prompt
         self.desk = Desk(keeper)
+        self.recall = recall or Recall(config, edges)
 
     # ---- doorkeeping --------------------------------------------------------
     def __call__(self, x: Exchange) -> None:
@@ -10239,11 +12501,39 @@ class Gateway:
             reply.fail(error)
 
     def _read(self, x: Exchange, kind: str) -> Request:
-        dialect, body = dialect_of(x.asked), x.json()
-        if dialect is not None:
-            body = dialect.read(body, self._takes())
+        "The ask of a body: its dialect turned into chat, made steady, understood."
+        dialect, asked = dialect_of(x.asked), x.json()
+        body, owner, said = asked, self._owner_of(x), ()
+        if dialect is RESPONSES:
+            body = self.recall.going_on(asked, self._takes())
+        elif dialect is not None:
+            body = dialect.read(asked, self._takes())
             x.extra.update(dialect.headers(None, self.new_id("req")))
-        return parse_ask(kind, body, x.headers, self._client_of(x))
+        client = self._client_of(x)
+        request = parse_ask(kind, body, x.headers, client)
+        if kind == "chat" and not request.raw:
+            body, said = self.recall.calm(body, owner)
+            if said:
+                request = parse_ask(kind, body, x.headers, client)._replace(
+                    sent=request.body["messages"])
+        return request._replace(asked=asked, at=int(self.edges.clock.wall()),
+                                owner=owner, steadied=said)
+
+    @staticmethod
+    def _owner_of(x: Exchange) -> str:
+        "Whose replies these are: all who show the same key, now and after a restart."
+        keys = x.headers.get("authorization", ""), x.headers.get("x-api-key", "")
+        return text_mark("owner", *keys).hex()
+
+    def remember(self, reply: "_Reply") -> None:
+        "The reply is about to end: what it said may come back changed."
+        if reply.ask.route == "chat" and reply.many == 1:
+            self.recall.remember(reply.ask.body["messages"], reply.heard,
+                                 reply.ask.owner)
+
+    def responded(self, request: Request, reply: dict) -> None:
+        if reply.get("object") == "response":
+            self.recall.responded(request.asked, reply)
 
     def _takes(self) -> Takes:
         info = self.keeper.engine.info
@@ -10253,6 +12543,9 @@ class Gateway:
                      effort=bool(info.template.get("supports_reasoning_effort")))
 
     def _messages(self, x: Exchange) -> None:
+        self._serve(x, "chat")
+
+    def _responses(self, x: Exchange) -> None:
         self._serve(x, "chat")
 
     def _count_tokens(self, x: Exchange) -> None:
@@ -10265,7 +12558,8 @@ class Gateway:
             n = error.extra.get("n_prompt_tokens", 0)
         if not n:
             raise Missing("the tokens of this cannot be counted here", status=501)
-        x.send_json(200, count_tokens_reply(n))
+        own = dialect_of(x.asked) is RESPONSES
+        x.send_json(200, (input_tokens_reply if own else count_tokens_reply)(n))
 
     def _hello(self, x: Exchange) -> None:
         x.send_json(200, {"status": "ok"})
@@ -10286,9 +12580,8 @@ class Gateway:
         client got anything, again with its successor."""
         for attempt in range(4):
             self.keeper.wait_ready(reply.tick)
-            core = core_json(ask)
             try:
-                lease = self.keeper.admit(ask, core, reply.tick)
+                ask, core, lease = self._admitted(ask, reply)
                 self._dispatch(ask, core, lease, reply, many)
                 return
             except EngineGone as error:
@@ -10299,6 +12592,20 @@ class Gateway:
                 # A dying process may answer /health for a moment yet.
                 self.edges.clock.sleep(0.2 * (attempt + 1))
                 self.keeper.watch_once()
+
+    def _admitted(self, ask: Request, reply: Any) -> tuple:
+        """(ask, its body, its lease).  An ask that is refused in the form toki gave it
+        (a reply put right may be longer) is tried again as it came."""
+        core = core_json(ask)
+        try:
+            return ask, core, self.keeper.admit(ask, core, reply.tick)
+        except BadAsk as error:
+            if ask.sent is None:
+                raise
+            log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
+            ask = ask._replace(body=dict(ask.body, messages=ask.sent), sent=None,
+                               steadied=())
+            return self._admitted(ask, reply)
 
     def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
                   many: int) -> None:
@@ -10493,6 +12800,7 @@ class Gateway:
     def _forget(self, x: Exchange) -> None:
         if self.keeper.ledger is not None:
             self.keeper.ledger.forget()
+        self.recall.forget()
         x.send_json(200, {"status": "forgotten"})
 
     def _stop(self, x: Exchange) -> None:
@@ -10836,9 +13144,11 @@ def clean_env(folder: str, edges: Edges, extra: dict) -> dict:
 
 
 def _with_libraries(env: dict, folder: str, edges: Edges) -> dict:
+    "The engine's folder, then its vendor's, then the user's; Linux only."
     if edges.proc.host()[0].startswith("linux"):
-        paths = [folder, *filter(None, env.get("LD_LIBRARY_PATH", "").split(":"))]
-        env["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(paths))
+        user = edges.proc.environment().get("LD_LIBRARY_PATH", "")
+        paths = [folder, *env.get("LD_LIBRARY_PATH", "").split(":"), *user.split(":")]
+        env["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, paths)))
     return env
 
 
@@ -10846,11 +13156,10 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
     "What a launch of this program exports beside the environment; {} if not ours."
     for engine in installed_engines(where, edges):
         if os.path.realpath(engine.path) == os.path.realpath(program):
-            old = edges.proc.environment().get("LD_LIBRARY_PATH", "")
-            base = {"LD_LIBRARY_PATH": old} if old else {}
-            return _with_libraries(dict(base, **engine.env),
-                                   os.path.dirname(engine.path), edges) \
-                if engine.digest != "compiled" else dict(engine.env)
+            if engine.digest == "compiled":
+                return dict(engine.env)
+            return _with_libraries(dict(engine.env), os.path.dirname(engine.path),
+                                   edges)
     return {}
 
 
@@ -11161,11 +13470,19 @@ def probe_engine(program: str, backend: str, edges: Edges, where: Places,
     plugins are also looked for in the current one."""
     folder = os.path.dirname(program)
     env = clean_env(folder, edges, extra)
-    code, text = edges.proc.run([program, "--version"], 60, env=env, cwd=folder)
+    for _ in range(10):
+        code, text = edges.proc.run([program, "--version"], 60, env=env, cwd=folder)
+        if code != 127 or "Text file busy" not in text:
+            break
+        edges.clock.sleep(0.1)       # a child of another thread still holds it open
     build = build_of(text)
     if code != 0 or not build:
+        quarantine = "system policy" in text or (
+            code == -9 and edges.proc.host()[0] == "darwin")
+        held = "; macOS holds it back: `xattr -dr com.apple.quarantine " \
+            f"{folder}`" if quarantine else ""
         return Proof(False, f"the engine does not run here (exit {code}): "
-                     + loader_words(text))
+                     + loader_words(text) + held)
     code, text = edges.proc.run([program, "--list-devices"], 90, env=env, cwd=folder)
     devices = tuple(device_lines(text, backend))
     if backend != "cpu" and not devices:
@@ -12232,7 +14549,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 27. INSTALL - get an engine and a starter model.
+# 32. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -12497,9 +14814,14 @@ def _is_mirror(origin: str) -> bool:
         r"\.(zip|tar|tar\.gz|tgz)$", urllib.parse.urlsplit(origin).path)
 
 
-def _gfx_env(wish: Wish, backend: str) -> dict:
-    return {"HSA_OVERRIDE_GFX_VERSION": gfx_override(wish.gfx)} \
-        if wish.gfx and backend == "rocm" else {}
+def _extra_env(wish: Wish, backend: str, edges: Edges) -> dict:
+    "What each launch exports: ROCm's library folders, the GPU to pretend to be."
+    if backend != "rocm":
+        return {}
+    env = _rocm_libraries(edges)
+    if wish.gfx:
+        env["HSA_OVERRIDE_GFX_VERSION"] = gfx_override(wish.gfx)
+    return env
 
 
 def _release_for(wish: Wish, config: Config, box: Box, backends: Sequence[str],
@@ -12553,8 +14875,8 @@ def _from_files(wish: Wish, release: Release, choice: Choice, where: Places,
     url, size, digest = release.files[choice.name]
     name = wish.name or engine_name(f"{release.tag}-{choice.backend}"[:64])
     old = next((e for e in installed_engines(where, edges) if e.name == name), None)
-    if old and digest and old.sha256 == digest and old.env == _gfx_env(
-            wish, choice.backend):
+    if old and digest and old.sha256 == digest and old.env == _extra_env(
+            wish, choice.backend, edges):
         proof = probe_engine(old.path, old.backend, edges, where, old.env, wish.model)
         if proof.ok:
             activate(name, where, edges)
@@ -12620,9 +14942,7 @@ def _prove_and_place(work: str, program: str, name: str, backend: str, wish: Wis
     "Probe in the working folder; only what passes gets its name and the pointer."
     backend = backend or backend_of_folder(
         edges.disk.listing(os.path.dirname(program)))
-    env = _gfx_env(wish, backend)
-    if backend == "rocm":
-        env.update(_rocm_libraries(edges))
+    env = _extra_env(wish, backend, edges)
     say("engine: trying it" + (f" with {os.path.basename(wish.model)}"
                                if wish.model else ""))
     proof = probe_engine(program, backend, edges, where, env, wish.model)
@@ -12658,8 +14978,7 @@ def _rocm_libraries(edges: Edges) -> dict:
              if edges.disk.exists(f"/opt/rocm/{n}")]
     found += [f"/opt/rocm/{n}/lib" for n in edges.disk.listing("/opt/rocm")
               if n.startswith("core-")]
-    old = edges.proc.environment().get("LD_LIBRARY_PATH", "")
-    return {"LD_LIBRARY_PATH": ":".join(filter(None, [*found, old]))} if found else {}
+    return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
 
 
 def _take_name(work: str, final: str, edges: Edges) -> None:
@@ -12899,10 +15218,10 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 28. STACK - up, down, status: engine and daemon as one thing.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, KEEPER,
-#    CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.  offers: Daemon,
-#    running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
+# 33. STACK - up, down, status: engine and daemon as one thing.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
+#    KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.  offers:
+#    Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
 #    why_text, cache_stats, given_flags, model_setup.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
@@ -12953,6 +15272,7 @@ class Daemon:
         self.said: set = set()           # warnings that hold for every start
         self.keeper: Optional[Keeper] = None
         self.server: Optional[FastServer] = None
+        self.recall: Optional[Recall] = None
 
     # ---- a managed engine ---------------------------------------------------
     def _make_process(self) -> EngineProcess:
@@ -13137,7 +15457,10 @@ class Daemon:
                              embedder, shelf if self.lock_file else "",
                              self.where.file("shelf.db"))
         self._audit(self.keeper)
-        gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set)
+        self.recall = Recall(config, edges, self.where.file("recall.db")
+                             if ledger is not None else "")
+        gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set,
+                          self.recall)
         try:
             self.server = FastServer(config.host, config.port, gateway,
                                      config.max_body_mb << 20, config.max_connections)
@@ -13216,6 +15539,8 @@ class Daemon:
             keeper.shelf.close()
         if keeper is not None and keeper.ledger is not None:
             keeper.ledger.close()
+        if self.recall is not None:
+            self.recall.close()
         if self.lock_file is not None:
             with contextlib.suppress(OSError):
                 self.edges.disk.remove(self.where.file(_DAEMON))
@@ -13598,7 +15923,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 29. BENCH - toki's own cost, soak, and the everyday situations.
+# 34. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
 #    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
@@ -14124,7 +16449,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 30. DOCTOR - is everything fit, and if not, what to do.
+# 35. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -14225,7 +16550,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 31. COMMANDS - one function per subcommand, then main.
+# 36. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
