@@ -44,6 +44,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import tracemalloc
 import unittest
 import unittest.mock
 import zipfile
@@ -120,7 +121,7 @@ class Case(unittest.TestCase):
         return engine
 
     def daemon(self, engine, wait=True, edges=toki.REAL, plan=None, kind=None,
-               sole=False, **settings):
+               sole=False, page="", **settings):
         """A daemon of this process in front of an engine; engine may be a URL.
 
         `kind`: the memory kind, as a readable header would tell it; `sole`: nobody
@@ -128,8 +129,8 @@ class Case(unittest.TestCase):
         where = toki.places({}, settings.pop("state", None) or self.folder())
         url = engine if isinstance(engine, str) else engine.url
         config = toki.load_config({k: str(v) for k, v in settings.items()}, {}).but(port=0)
-        daemon = toki.Daemon(config, where, edges,
-                             toki.Engine(url, settings.get("engine_key", ""), edges), plan)
+        daemon = toki.Daemon(config, where, edges, toki.Engine(
+            url, settings.get("engine_key", ""), edges), plan, page)
         if kind:
             window = getattr(engine, "window", 128) if "window" in kind else 0
             daemon.engine.facts = toki.ModelFacts(
@@ -401,18 +402,141 @@ def apply_template(body, vision=False):
     return prompt, media
 
 
-def chat_params(body, vision):
+PARSER = ("Unable to generate parser for this template. Automatic parser generation "
+          "failed: ")
+
+
+def jinja_error(words):
+    """A template's own refusal, as b11434 words it."""
+    return ApiError(400, f"{PARSER}\n------------\nWhile executing CallExpression at "
+                         f"line 1, column 74 in source:\n...{{{{ raise_exception('{words}"
+                         f"') }}}}...\n        ^\nError: Jinja Exception: {words}")
+
+
+def object_arguments(messages):
+    """Templates that want objects: the engine parses the texts first."""
+    for m in messages:
+        for call in m.get("tool_calls") or ():
+            args = call["function"].get("arguments")
+            try:
+                args = json.loads(args) if isinstance(args, str) else args
+            except ValueError:
+                raise ApiError(500, "Failed to parse tool call arguments as JSON: "
+                                    "[json.exception.parse_error.101] parse error at "
+                                    "line 1, column 8") from None
+            if not isinstance(args, dict):
+                raise jinja_error("Tool call arguments must be an object")
+
+
+def strict_history(messages, template):
+    """The messages as the template sees them; ApiError for a history that it refuses.
+
+    "mistral": strict turns, calls and results beside them, nine-letter ids; "gemma":
+    strict turns of user and assistant, no system role; "first": a system message only
+    in front, no reasoning beside a call with text; "plain": no tools; "deaf": later
+    system messages are left out silently."""
+    messages = [dict(m, role="system") if m.get("role") == "developer" else m
+                for m in messages]
+    roles = [m.get("role") for m in messages]
+    if template == "gemma" and roles[:1] == ["system"]:
+        if len(messages) > 1:            # the engine itself does this
+            messages = [dict(messages[1], content=message_text(messages[0], 0)[0] + "\n"
+                             + message_text(messages[1], 0)[0])] + messages[2:]
+        roles = roles[1:]
+        if roles[:1] == ["system"]:
+            raise jinja_error("System role not supported")
+    at = 1 if roles[:1] == ["system"] else 0
+    turns = [m for m in messages[at:] if template == "gemma" or not (
+        m.get("role") == "tool" or m.get("tool_calls"))]
+    if template in ("mistral", "gemma") and any(
+            (m.get("role") == "user") != (i % 2 == 0) for i, m in enumerate(turns)):
+        raise jinja_error("After the optional system message, conversation roles must "
+                          "alternate user/assistant/user/assistant/...")
+    known = {"mistral": ("user", "assistant", "tool"), "plain": (
+        "system", "user", "assistant"), "first": ("user", "assistant", "tool")}
+    if set(roles[at:]) - set(known.get(template, roles)):
+        raise jinja_error("System message must be at the beginning."
+                          if "system" in roles[at:] else "Unexpected message role.")
+    if template in ("mistral", "first"):
+        object_arguments(messages)
+    for m in messages:
+        for call in m.get("tool_calls") or () if template == "mistral" else ():
+            if not re.fullmatch("[A-Za-z0-9]{9}", call.get("id") or ""):
+                raise jinja_error("Tool call IDs should be alphanumeric strings with "
+                                  "length 9!")
+        if template == "first" and m.get("tool_calls") and m.get("content") and \
+                m.get("reasoning_content"):
+            raise jinja_error("Cannot pass both content and thinking in an assistant "
+                              "message with tool calls!")
+    return [m for i, m in enumerate(messages) if template != "deaf" or not i
+            or m.get("role") != "system"]
+
+
+def compile_schema(schema, place="#"):
+    """What b11434's compiler says of a schema (a part of its rules).  -> patterns that
+    are no regular expressions, and whether the grammar itself will be refused."""
+    def fail(words):
+        raise ApiError(400, f"{PARSER}JSON schema error at {place}: {words}")
+    if not isinstance(schema, dict):
+        fail("schema must be an object")
+    bad, late = [], schema.get("minLength", 0) > 2000
+    kind = schema.get("type")
+    if isinstance(kind, str) and kind not in (
+            "string", "number", "integer", "boolean", "array", "object", "null"):
+        fail(f"unrecognized type {kind}")
+    if "$ref" in schema and not str(schema["$ref"]).startswith("#/"):
+        fail(f"unsupported $ref {schema['$ref']}, only references into the same "
+             "document are supported")
+    if "enum" in schema and not schema["enum"]:
+        fail("enum must be a non-empty array")
+    try:
+        re.compile(schema.get("pattern") or "")
+    except re.error:
+        bad.append(schema["pattern"])
+    below = [(f"{place}/properties/{k}", s)
+             for k, s in (schema.get("properties") or {}).items()]
+    below += [(f"{place}/items", schema["items"])] if "items" in schema else []
+    for at, inner in below:
+        more, later = compile_schema(inner, at)
+        bad, late = bad + more, late or later
+    return bad, late
+
+
+def compile_schemas(body):
+    """-> does the grammar of the body's schemas fail, when a sampler is made of it?"""
+    form, late = body.get("response_format"), False
+    schemas = [t["function"].get("parameters") or {} for t in body.get("tools") or ()]
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        schemas.append(form["json_schema"].get("schema", {}))
+    if any(t["function"].get("description", "") is None for t in body.get("tools") or ()):
+        raise ApiError(500, "Failed to parse tools: [json.exception.type_error.302] type "
+                            "must be string, but is null; tools = "
+                            + json.dumps(body["tools"], indent=2))
+    for schema in schemas:
+        bad, later = compile_schema(schema)
+        late = late or later
+        if bad:
+            raise ApiError(400, PARSER + "JSON schema conversion failed:\n" + "\n".join(
+                f"Invalid pattern {p}: unbalanced parentheses" for p in bad))
+    return late
+
+
+def chat_params(body, vision, template=""):
     """What the chat route does before it becomes a plain completion."""
     fmt = body.get("response_format") if isinstance(body, dict) else None
     kind = fmt.get("type") if isinstance(fmt, dict) else None
     if kind not in (None, "", "text", "json_object", "json_schema"):
         raise ApiError(400, 'response_format type must be one of "text" or '
                             f'"json_object", but got: {kind}')
+    late = isinstance(body, dict) and compile_schemas(body)
+    if template and isinstance(body, dict):
+        body = dict(body, messages=strict_history(body.get("messages"), template))
     prompt, media = apply_template(body, vision)
     tools = body.get("tools")
     if tools and body.get("tool_choice") != "none" and "grammar" in body:
         raise ApiError(400, "Cannot use custom grammar constraints with tools.")
-    out = dict(body, prompt=prompt, n_probs=0)
+    out = dict(body, prompt=prompt, n_probs=body.get("n_probs", 0),
+               **{"grammar": "root ("} if late else {})
     if body.get("logprobs"):
         if tools and body.get("stream"):
             raise ApiError(400, "logprobs is not supported with tools + stream")
@@ -572,7 +696,7 @@ class FakeEngine:
                  swa_full=False, save_dir=None, unified=False, metrics=True,
                  api_key=None, prefill_ms_per_token=0.0, decode_ms=0.0, n_batch=2048,
                  vision=False, slots_endpoint=True, loading=False, model="fake",
-                 embeddings=False, reasoning=0):
+                 embeddings=False, reasoning=0, template=""):
         assert kind in ("rewindable", "window", "append-only"), kind
         self.n_slots, self.n_ctx, self.kind, self.window = slots, n_ctx, kind, window
         self.swa_full, self.save_dir, self.unified = swa_full, save_dir, unified
@@ -580,7 +704,8 @@ class FakeEngine:
         self.prefill_ms_per_token, self.decode_ms = prefill_ms_per_token, decode_ms
         self.n_batch, self.slots_endpoint = n_batch, slots_endpoint
         self.loading, self.model = loading, model
-        self.embeddings, self.reasoning = embeddings, reasoning
+        self.embeddings, self.reasoning, self.template = embeddings, reasoning, template
+        self.speech = ""                    # what every reply says, if not words
         self.n_swa = window if kind == "window" and not swa_full else 0
         self.cells = min(n_ctx, -(-(window + N_UBATCH) // 256) * 256)
         self.checkpointing = kind == "append-only" or self.n_swa > 0
@@ -843,7 +968,8 @@ class FakeEngine:
         seen = hashlib.blake2b(array.array("I", slot.tokens).tobytes(), digest_size=8,
                                salt=b"damaged" if slot.damaged else b"")
         limit = ask.limit if ask.limit >= 0 else DEFAULT_REPLY
-        forced = iter(tokenize(ask.call.text, False) + [EOS]) if ask.call else None
+        speech = ask.call.text if ask.call else self.speech
+        forced = iter(tokenize(speech, False) + [EOS]) if speech else None
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         text, sent = "", 0  # all that was said; how much of it was shown
         while True:
@@ -1267,7 +1393,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, {"content": detokenize(ids)})
 
     def post_apply_template(self, raw, query):
-        params, _ = chat_params(parse_json(raw), self.engine.vision)
+        params, _ = chat_params(parse_json(raw), self.engine.vision,
+                                self.engine.template)
         self.reply(200, {"prompt": params["prompt"]})
 
     def post_embeddings(self, raw, query):
@@ -1295,7 +1422,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     # --- completions --------------------------------------------------------
     def post_chat(self, raw, query):
-        body, media = chat_params(parse_json(raw), self.engine.vision)
+        body, media = chat_params(parse_json(raw), self.engine.vision,
+                                  self.engine.template)
         self.complete("chat", body, media)
 
     def post_cmpl(self, raw, query):
@@ -1565,7 +1693,7 @@ class House(Case):
                                       if isinstance(n, ast.ImportFrom)}
         if hasattr(sys, "stdlib_module_names"):
             self.assertEqual({n.split(".")[0] for n in names} - sys.stdlib_module_names
-                             - {"numpy"}, set())
+                             - {"numpy", "compression"}, set())
 
     def test_banners_match_the_table_of_rooms(self):
         listed = re.findall(r"^    (\d+) +([A-Z]+) +\S", toki.__doc__, re.M)
@@ -1634,8 +1762,10 @@ class House(Case):
                  "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
                  "MODELS": {"os", "shutil"}, "PULL": {"os"},
                  "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
+                 "FEED": {"threading"}, "PAGE": set(), "WEB": {"os", "threading"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
-                 "DOCTOR": set(), "COMMANDS": {"os"}}
+                 "DOCTOR": set(), "COMMANDS": {"os"}, "SCREEN": set(),
+                 "CHAT": {"threading"}, "TOP": {"threading"}, "LAUNCHER": {"threading"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
                  "select", "shutil", "sqlite3", "threading"}
         table = rooms()
@@ -2345,9 +2475,55 @@ class Decide(Case):
 # ============================================================================
 # GGUF
 # ============================================================================
+def gguf(pairs, tensors=(), version=3, order="<", data=None):
+    """A GGUF file: {key: value or (type, value)}, [(name, dims, type, bytes)].
+
+    ints are u32, texts strings, bools bool, lists arrays of i32."""
+    def text(s):
+        raw = s if isinstance(s, bytes) else s.encode()
+        return struct.pack(order + "Q", len(raw)) + raw
+
+    def value(v):
+        if isinstance(v, bool):
+            return struct.pack(order + "IB", 7, v)
+        if isinstance(v, int):
+            return struct.pack(order + "II", 4, v)
+        if isinstance(v, str):
+            return struct.pack(order + "I", 8) + text(v)
+        return struct.pack(order + f"IIQ{len(v)}i", 9, 5, len(v), *v)
+    out = b"GGUF" + struct.pack(order + "IQQ", version, len(tensors), len(pairs))
+    for key, v in pairs.items():
+        out += text(key) + value(v)
+    end = 0
+    for name, dims, kind, size in tensors:
+        out += text(name) + struct.pack(order + f"I{len(dims)}QIQ", len(dims), *dims,
+                                        kind, end)
+        end += -(-size // 32) * 32
+    out += bytes(-len(out) % 32)
+    return out + (bytes(end) if data is None else data)
+
+
+def header_facts(arch, name="m.gguf", tensors=(), part=None, **keys):
+    "Facts of a header; `a__b` is the key a.b of the architecture."
+    pairs = {"general.architecture": arch}
+    for key, v in keys.items():
+        pairs[f"{arch}." + key.replace("__", ".")] = v
+    data = gguf(pairs, tensors)
+    return toki.read_facts(io.BytesIO(data), len(data), name, part)
+
+
 class Gguf(Case):
     def facts(self, path):
         return toki.model_facts(toki.REAL, path)
+
+    SAME = {"architecture": "architecture", "n_layer": "layers", "n_embd": "n_embd",
+            "n_ctx_train": "n_ctx_train", "n_vocab": "n_vocab", "tensors": "tensors",
+            "params": "params", "weight_bytes": "weight_bytes", "file_bytes": "size",
+            "kv_layers_full": "layers_full", "kv_layers_windowed": "layers_windowed",
+            "window": "window", "kv_bytes_per_token_full_f16": "kv_bytes",
+            "kv_bytes_per_token_windowed_f16": "windowed_bytes",
+            "recurrent_layers": "layers_recurrent",
+            "recurrent_bytes_per_slot": "state_bytes"}
 
     def test_tiny_models(self):
         if not os.path.isdir(SHARED):
@@ -2355,36 +2531,206 @@ class Gguf(Case):
         with open(os.path.join(SHARED, "facts.json"), encoding="utf-8") as f:
             known = json.load(f)
         kinds = {"swa": "window", "hybrid": "append-only", "recurrent": "append-only"}
-        for file in sorted(os.listdir(SHARED)):
-            if not file.endswith(".gguf") or "00002-of" in file:
-                continue
-            with self.subTest(file):
-                got = self.facts(os.path.join(SHARED, file))
-                want = next((v for k, v in kinds.items() if k in file), "rewindable")
-                self.assertEqual(got.kind, want)
-                text = json.dumps(known)
-                self.assertIn(str(got.n_ctx_train), text)
-        self.assertEqual(self.facts(tiny("llama-dense")).kv_bytes, 1024)
-        self.assertEqual(self.facts(tiny("deepseek2")).kv_bytes, 640)
-        self.assertEqual(self.facts(tiny("gemma3")).kv_bytes, 128)
-        self.assertEqual(self.facts(tiny("deci")).kv_bytes, 448)
+        for name, want in known.items():
+            with self.subTest(name):
+                got = self.facts(os.path.join(SHARED, want["files"][0]))
+                self.assertEqual({k: getattr(got, v) for k, v in self.SAME.items()},
+                                 {k: want[k] for k in self.SAME})
+                self.assertEqual(got.kind, next(
+                    (v for k, v in kinds.items() if k in name), "rewindable"))
+                self.assertEqual(got.quant.lower(), want["weight_type"])
+                self.assertEqual((got.notes, got.template), ((), True))
+                self.assertEqual(len(got.parts), len(want["files"])
+                                 if len(want["files"]) > 1 else 0)
+
+    def test_published_sizes(self):
+        "KV bytes a token and state of models whose sizes are known."
+        for name, facts, kv, windowed, state in (
+                ("Llama 3.1 8B", header_facts(
+                    "llama", block_count=32, embedding_length=4096,
+                    attention__head_count=32, attention__head_count_kv=8), 131072, 0, 0),
+                ("DeepSeek V3", header_facts(
+                    "deepseek2", block_count=62, nextn_predict_layers=1,
+                    embedding_length=7168, attention__head_count=128,
+                    attention__head_count_kv=1, attention__key_length=576,
+                    attention__value_length=512, attention__key_length_mla=192,
+                    attention__value_length_mla=128), 61 * 576 * 2, 0, 0),
+                ("Qwen3 Next 80B", header_facts(
+                    "qwen3next", block_count=48, embedding_length=2048,
+                    attention__head_count=16, attention__head_count_kv=2,
+                    attention__key_length=256, attention__value_length=256,
+                    ssm__conv_kernel=4, ssm__inner_size=4096, ssm__state_size=128,
+                    ssm__group_count=16), 24576, 0, 36 * (24576 + 524288) * 4),
+                ("Gemma 3n", header_facts(
+                    "gemma3n", block_count=30, embedding_length=2048,
+                    attention__head_count=8, attention__head_count_kv=2,
+                    attention__key_length=256, attention__value_length=256,
+                    attention__sliding_window=512), 4 * 2048, 16 * 2048, 0),
+                ("Kimi Linear", header_facts(
+                    "kimi-linear", block_count=4, embedding_length=2304,
+                    attention__head_count=32, attention__head_count_kv=[0, 0, 0, 1],
+                    attention__key_length=576, attention__value_length=512,
+                    attention__key_length_mla=192, attention__value_length_mla=128,
+                    ssm__conv_kernel=4, kda__head_dim=128), 1152, 0,
+                 3 * 4 * (9 * 4096 + 128 * 4096))):
+            with self.subTest(name):
+                self.assertEqual((facts.kv_bytes, facts.windowed_bytes,
+                                  facts.state_bytes, facts.notes),
+                                 (kv, windowed, state, ()))
+
+    def test_windows_as_the_engine_reads_them(self):
+        base = dict(block_count=12, embedding_length=64, attention__head_count=2)
+        for arch, keys, want in (
+                ("gemma2", {}, (4096, 6)), ("gemma3", {"sliding_window": 512}, (512, 10)),
+                ("gpt-oss", {"sliding_window": 128}, (128, 6)),
+                ("cohere2moe", {"sliding_window": 128}, (128, 9)),
+                ("phi3", {"sliding_window": 2047}, (0, 0)),      # switched off there
+                ("llama", {"sliding_window": 4096}, (0, 0)),     # not read there
+                ("llama4", {"sliding_window": 0}, (0, 0)), ("llama4", {}, (8192, 9)),
+                ("gemma3", {"sliding_window": 512, "sliding_window_pattern": 2},
+                 (512, 6)),
+                ("newarch", {"sliding_window": 64, "sliding_window_pattern":
+                             [1, 1, 0] * 4}, (64, 8))):
+            with self.subTest(f"{arch} {keys}"):
+                facts = header_facts(arch, **base, **{
+                    f"attention__{k}": v for k, v in keys.items()})
+                self.assertEqual((facts.window, facts.layers_windowed), want)
+                self.assertEqual(facts.layers_full, 12 - want[1])
+                self.assertEqual(facts.kind, "window" if want[0] else "rewindable")
+
+    def test_what_is_left_out_is_guessed_high_and_marked(self):
+        "F-48: never 0, never the first entry for all."
+        base = dict(block_count=4, embedding_length=64)
+        whole = header_facts("llama", **base, attention__head_count=4,
+                             attention__head_count_kv=2)
+        for keys in ({}, {"attention__head_count": [4, 4]},
+                     {"attention__head_count": 4, "attention__head_count_kv": [0, 2]}):
+            facts = header_facts("llama", **base, **keys)
+            self.assertGreaterEqual(facts.kv_bytes, whole.kv_bytes // 2)
+            self.assertTrue(facts.notes, keys)
+            self.assertIn("guess", toki.facts_text(facts))
+        many = header_facts("llama", **dict(base, block_count=88),
+                            attention__head_count=4,
+                            attention__head_count_kv=[0, 0, 1, 0] * 22)
+        self.assertEqual((many.kv_bytes, many.notes), (22 * 2 * 16 * 2, ()))
+
+    def test_both_byte_orders_and_versions(self):
+        pairs = {"general.architecture": "llama", "llama.block_count": 2,
+                 "llama.embedding_length": 64, "llama.attention.head_count": 2}
+        tensors = [("token_embd.weight", [64, 3], 0, 768), ("out", [64], 1, 128)]
+        for order in "<>":
+            for version in (2, 3):
+                data = gguf(pairs, tensors, version, order)
+                facts = toki.read_facts(io.BytesIO(data), len(data), "m.gguf")
+                self.assertEqual((facts.kv_bytes, facts.weight_bytes, facts.params),
+                                 (2 * 2 * 64 * 2, 896, 256))
+
+    def test_names_of_quantizations(self):
+        self.table((("file", "x-Q4_K_M.gguf", "Q4_K_M"), ("lower", "x-q4_k_m", "Q4_K_M"),
+                    ("dot", "x.Q8_0.gguf", "Q8_0"), ("ud", "x-UD-IQ2_XXS.gguf",
+                                                     "UD-IQ2_XXS"),
+                    ("none", "best-of-breed.gguf", "unknown")),
+                   lambda n: header_facts("llama", n, block_count=1, embedding_length=8,
+                                          attention__head_count=1).quant)
+
+    def split(self, folder, change=None, parts=(0, 1, 2)):
+        pairs = {"general.architecture": "llama", "llama.block_count": 2,
+                 "llama.embedding_length": 64, "llama.attention.head_count": 2}
+        for no in parts:
+            head = {"split.no": no, "split.count": 3, "split.tensors.count": 3}
+            head = dict(pairs if no == 0 else {}, **head)
+            head.update((change or {}).get(no, {}))
+            path = os.path.join(folder, f"m-{no + 1:05d}-of-00003.gguf")
+            with open(path, "wb") as f:
+                f.write(gguf(head, [(f"t{no}", [64], 0, 256)]))
+        return os.path.join(folder, "m-00001-of-00003.gguf")
+
+    def test_split_models(self):
+        "F-50: all parts are summed; one that is missing or foreign is named."
+        whole = self.facts(self.split(self.folder()))
+        self.assertEqual((whole.weight_bytes, whole.tensors, len(whole.parts)),
+                         (768, 3, 3))
+        folder = self.folder()
+        path = self.split(folder)
+        self.assertEqual(whole.size, sum(os.path.getsize(os.path.join(folder, n))
+                                         for n in os.listdir(folder)))
+        for words, make in (
+                ("m-00002-of-00003.gguf", lambda f: self.split(f, parts=(0, 2))),
+                ("m-00003-of-00003.gguf is not part 3", lambda f: self.split(
+                    f, {2: {"split.no": 1}})),
+                ("tensors", lambda f: self.split(f, {0: {"split.tensors.count": 9}})),
+                ("does not", lambda f: shutil.copy(path, os.path.join(f, "m.gguf"))),
+                ("m-00001-of-00003.gguf", lambda f: self.split(f).replace(
+                    "00001-of", "00003-of"))):
+            with self.assertRaises(toki.BadModel) as caught:
+                self.facts(make(self.folder()))
+            self.assertIn(words, caught.exception.message + caught.exception.hint)
+        with open(path, "rb") as f:
+            alone = toki.read_facts(f, os.path.getsize(path), os.path.basename(path))
+        self.assertIn("2 of 3 parts", alone.notes[0])
+
+    def test_a_file_cut_short_is_refused_with_both_sizes(self):
+        data = gguf({"general.architecture": "llama", "llama.block_count": 1,
+                     "llama.embedding_length": 8, "llama.attention.head_count": 1},
+                    [("a", [64], 0, 256), ("b", [64], 0, 256)])
+        with self.assertRaises(toki.BadModel) as caught:
+            toki.read_facts(io.BytesIO(data[:-100]), len(data) - 100, "m")
+        for n in (len(data), len(data) - 100):
+            self.assertIn(f"{n:,}", caught.exception.message)
+        # a header read ahead of its file is as good
+        head = len(data) - 512
+        self.assertEqual(toki.read_facts(io.BytesIO(data[:head]), len(data), "m").params,
+                         128)
 
     def test_hostile_headers_are_refused_in_words(self):
         folder = os.path.join(SHARED, "hostile")
         if not os.path.isdir(folder):
             missing(f"{folder} is not there")
+        read = []
         for file in sorted(os.listdir(folder)):
-            path = os.path.join(folder, file)
             with self.subTest(file):
+                tracemalloc.start()
                 try:
-                    self.facts(path)
+                    self.assertTrue(self.facts(os.path.join(folder, file)).notes)
+                    read.append(file)
                 except toki.BadModel as error:
                     self.assertIn(file, error.message)
+                    self.assertTrue(error.hint)
+                    self.assertTrue(error.message.isprintable())
+                finally:
+                    peak = tracemalloc.get_traced_memory()[1]
+                    tracemalloc.stop()
+                self.assertLess(peak, 16 << 20)
+        self.assertEqual(read, ["head-count-zero.gguf"])
+
+    def test_claims_beyond_the_file_cost_nothing(self):
+        base = {"general.architecture": "llama", "llama.block_count": 1}
+        for tail in (struct.pack("<IIQ", 9, 8, 1 << 40), struct.pack("<IIQ", 9, 4, 1 << 62),
+                     struct.pack("<IQ", 8, 1 << 60), struct.pack("<IIQ", 9, 9, 3)):
+            head = gguf(base)[:24].replace(struct.pack("<Q", 2), struct.pack("<Q", 3))
+            data = gguf(base)[24:].rstrip(b"\0")
+            data = head + data + struct.pack("<Q", 1) + b"k" + tail
+            tracemalloc.start()
+            with self.assertRaises(toki.BadModel):
+                toki.read_facts(io.BytesIO(data), 1 << 36, "m")
+            self.assertLess(tracemalloc.get_traced_memory()[1], 1 << 20)
+            tracemalloc.stop()
+
+    def test_terminal_escapes_in_names_are_not_passed_on(self):
+        data = gguf({"general.architecture": "llama", "llama.block_count": 1,
+                     "llama.embedding_length": 8, "llama.attention.head_count": 1,
+                     "general.name": "\x1b[31mred\x07"})
+        self.assertTrue(toki.read_facts(io.BytesIO(data), len(data),
+                                        "m").name.isprintable())
+        with self.assertRaises(toki.BadModel) as caught:
+            header_facts("../../x", block_count=1)
+        self.assertIn("'../../x'", caught.exception.message)
 
     def test_what_a_wrong_file_is(self):
         for start, word in ((b"<!doctype html>" + b" " * 40, "web page"),
                             (b"version https://git-lfs.github.com/spec", "git-lfs"),
-                            (b"", "0 bytes"), (b"PK" + b"\0" * 60, "PK")):
+                            (b"", "0 bytes"), (b"PK" + b"\0" * 60, "PK"),
+                            (b"GGUF" + struct.pack("<I", 1) + bytes(40), "version 1")):
             path = os.path.join(self.folder(), "m.gguf")
             with open(path, "wb") as f:
                 f.write(start)
@@ -2393,18 +2739,233 @@ class Gguf(Case):
             self.assertIn(word, caught.exception.message)
 
     def test_mutated_headers_never_break_the_reader(self):
-        path = tiny("llama-dense")
-        with open(path, "rb") as f:
-            head = f.read(150_000)
-        rnd = random.Random(11)
-        for _ in range(400):
-            data = bytearray(head)
+        "Bytes changed, runs overwritten, cut out and put in: BadModel or facts."
+        seed = random.randrange(1 << 30)
+        rnd = random.Random(seed)
+        base = gguf({"general.architecture": "granitehybrid",
+                     "granitehybrid.block_count": 4, "general.alignment": 32,
+                     "granitehybrid.embedding_length": 64,
+                     "granitehybrid.attention.head_count": 4,
+                     "granitehybrid.attention.head_count_kv": [0, 2, 0, 2],
+                     "granitehybrid.attention.sliding_window": 128,
+                     "granitehybrid.ssm.conv_kernel": 4,
+                     "granitehybrid.ssm.inner_size": 64, "general.name": "n",
+                     "granitehybrid.ssm.state_size": 16, "split.count": 1,
+                     "granitehybrid.context_length": 1024, "general.file_type": 1},
+                    [("token_embd.weight", [64, 8], 1, 1024), ("b", [64], 0, 256)])
+        read = 0
+        for _ in range(6000):
+            data = bytearray(base)
             for _ in range(rnd.randrange(1, 4)):
-                data[rnd.randrange(400)] = rnd.randrange(256)
+                at = rnd.randrange(len(data) - 1300)
+                how = rnd.random()
+                if how < 0.6:
+                    data[at] = rnd.randrange(256)
+                elif how < 0.8:
+                    data[at:at + 4] = rnd.choice((b"\xff" * 4, bytes(4), b"\0\0\1\0"))
+                elif how < 0.9:
+                    del data[at:at + rnd.randrange(1, 9)]
+                else:
+                    data[at:at] = bytes(rnd.randrange(1, 9))
             try:
-                toki.read_facts(io.BytesIO(data), len(data), "x")
-            except toki.BadModel:
-                pass
+                facts = toki.read_facts(io.BytesIO(data), len(data), "x")
+            except toki.BadModel as error:
+                self.assertTrue(error.message and error.hint, f"seed {seed}")
+                continue
+            except Exception as error:
+                self.fail(f"seed {seed}: {error!r} on {bytes(data)!r}")
+            read += 1
+            numbers = [v for v in facts if isinstance(v, int)]
+            self.assertGreaterEqual(min(numbers), 0, f"seed {seed}")
+            with contextlib.suppress(toki.UsageError):
+                toki.plan_memory(facts, toki.Memory(16 << 30, 12 << 30), toki.Wishes())
+            toki.facts_text(facts)
+        self.assertGreater(read, 100)
+
+
+# ============================================================================
+# FIT
+# ============================================================================
+GIB = 1 << 30
+
+
+class Fit(Case):
+    BIG = toki.ModelFacts(                       # Llama 3.1 8B, Q4_K_M
+        "big", "llama", "rewindable", 131072, 0, 131072, True, 4 << 30,
+        weight_bytes=4920 << 20, layers=32, n_embd=4096, n_ff=14336, n_vocab=128256,
+        kv_full=(32768, 32768), layers_full=32, embedding_bytes=290 << 20)
+    HYBRID = BIG._replace(kind="append-only", architecture="qwen35", kv_bytes=32768,
+                          kv_full=(8192, 8192), layers_full=8, layers_recurrent=24,
+                          state_bytes=50 << 20)
+    WINDOW = BIG._replace(kind="window", architecture="gemma3", window=1024,
+                          kv_bytes=16384, kv_full=(4096, 4096), layers_full=4,
+                          kv_windowed=(28672, 28672), layers_windowed=28)
+
+    def plan(self, facts=BIG, machine=None, **wishes):
+        return toki.plan_memory(facts, machine or toki.Memory(64 * GIB, 60 * GIB),
+                                toki.Wishes(**wishes))
+
+    def limited(self, gib, facts=BIG, **wishes):
+        return self.plan(facts, toki.Memory(64 * GIB, 60 * GIB, int(gib * GIB)), **wishes)
+
+    def test_context_first_then_slots_then_kv_type(self):
+        def shape(gib):
+            p = self.limited(gib)
+            self.assertLessEqual(p.total + p.page_cache, p.room)
+            return (p.ctx, p.slots, p.kv_type), [s.split()[0] for s in p.steps]
+        self.table((
+            ("all", 16, ((16384, 4, "f16"), [])),
+            ("context", 10, ((7168, 4, "f16"), ["context"])),
+            ("slots", 8, ((4096, 3, "f16"), ["context", "slots"])),
+            ("one slot", 7, ((4352, 1, "f16"), ["context", "slots"])),
+            ("q8_0", 6.5, ((4096, 1, "q8_0"), ["context", "slots", "KV"]))), shape)
+        p = self.limited(6.2)
+        self.assertTrue(512 <= p.ctx < 4096 and p.ctx % 256 == 0, p)
+        self.assertEqual((p.slots, p.kv_type), (1, "q8_0"))
+
+    def test_every_limit_gives_a_plan_that_fits_or_a_refusal(self):
+        for facts in (self.BIG, self.HYBRID, self.WINDOW):
+            last = 0
+            for tenth in range(20, 400, 3):
+                try:
+                    p = self.limited(tenth / 10, facts)
+                except toki.UsageError as error:
+                    self.assertEqual(last, 0, "a larger limit must not be refused")
+                    self.assertIn("GiB", error.message)
+                    continue
+                self.assertLessEqual(p.total + p.page_cache, p.room)
+                self.assertGreaterEqual(p.ctx, 512)
+                last = p.ctx * p.slots
+            self.assertEqual((p.ctx, p.slots, p.steps), (16384, 4, ()))
+
+    def test_the_setting_caps_as_the_control_group_does(self):
+        for gib in (8, 16):
+            by_group, by_setting = self.limited(gib), self.plan(memory=gib * GIB)
+            for p in (by_group, by_setting):
+                self.assertGreaterEqual(p.ctx, 4096)
+                self.assertLessEqual(p.total, gib * GIB)
+        self.assertEqual(self.plan(memory=500 * GIB), self.plan())
+
+    def test_too_small_is_refused_with_numbers(self):
+        with self.assertRaises(toki.UsageError) as caught:
+            self.limited(4)
+        for word in ("512 tokens in 1 slot", "4.8 GiB", "3.0 GiB", "q8_0"):
+            self.assertIn(word, caught.exception.message)
+        self.assertIn("smaller model", caught.exception.hint)
+
+    def test_what_the_user_fixed_does_not_move(self):
+        p = self.limited(10, ctx=16384, fixed=("ctx",))
+        self.assertEqual((p.ctx, p.slots), (16384, 1))
+        p = self.limited(8, slots=4, fixed=("slots",))
+        self.assertEqual((p.slots, p.kv_type), (4, "q8_0"))
+        p = self.limited(7, kv_type="f16", fixed=("kv_type",))
+        self.assertEqual(p.kv_type, "f16")
+        with self.assertRaises(toki.UsageError) as caught:
+            self.limited(10, ctx=100_000, slots=4, fixed=("ctx", "slots"))
+        fits = int(re.search(r"--ctx (\d+)", caught.exception.hint)[1])
+        self.assertEqual(self.limited(10, ctx=fits, slots=4, fixed=("ctx", "slots")).ctx,
+                         fits)
+
+    def test_settings_become_wishes(self):
+        def wishes(**cli):
+            return toki.wishes_of(toki.load_config(cli, {}))
+        self.assertEqual(wishes().fixed, ())
+        w = wishes(slots="2", ctx="9000", memory_gb="1.5",
+                   engine_args="-ctk q8_0 -ub 256 --no-repack")
+        self.assertEqual((w.slots, w.ctx, w.memory, w.kv_type, w.ubatch, w.repack),
+                         (2, 9000, 3 << 29, "q8_0", 256, False))
+        self.assertEqual(set(w.fixed), {"slots", "ctx", "kv_type"})
+        with self.assertRaises(toki.UsageError):
+            wishes(engine_args="-ctk nonsense")
+
+    def test_full_windows_and_checkpoints_give_way_first(self):
+        p = self.plan(self.WINDOW)
+        self.assertEqual((p.swa_full, p.checkpoints, p.checkpoint_bytes), (True, 0, 0))
+        p = self.limited(12, self.WINDOW)
+        self.assertEqual((p.swa_full, p.ctx), (False, 16384))
+        self.assertIn("--swa-full", p.steps[0])
+        self.assertEqual(p.window, p.slots * 1536 * self.WINDOW.windowed_bytes)
+        p = self.plan(self.HYBRID)
+        self.assertEqual(p.checkpoint_bytes, 4 * 32 * (50 << 20))
+        self.assertEqual(p.state, 4 * (50 << 20))
+        self.assertEqual(self.limited(13, self.HYBRID).checkpoints, 16)
+
+    def test_kv_of_heads_that_q8_0_cannot_hold_stays(self):
+        odd = self.BIG._replace(q8_kv=False)
+        with self.assertRaises(toki.UsageError):
+            self.limited(6, odd)
+        self.assertEqual(self.limited(6.5, odd).kv_type, "f16")
+        with self.assertRaises(toki.UsageError):
+            self.plan(odd, kv_type="q8_0")
+
+    def gpu(self, gib, **more):
+        return toki.Memory(64 * GIB, 60 * GIB, gpus=(toki.Gpu(
+            "card", "CUDA", gib * GIB, gib * GIB),), system="linux", **more)
+
+    def test_devices_of_their_own(self):
+        self.assertEqual(self.plan(machine=self.gpu(24)).gpu_layers, None)
+        p = self.plan(machine=self.gpu(12))
+        self.assertTrue(4096 <= p.ctx < 16384)
+        self.assertEqual((p.slots, p.gpu_layers), (4, None))
+        p = self.plan(machine=self.gpu(4))       # weights go to both
+        self.assertEqual((p.ctx, p.slots), (16384, 4))
+        self.assertTrue(0 < p.gpu_layers < 32)
+
+    def test_shared_memory_is_counted_once(self):
+        apple = toki.Memory(16 * GIB, 12 * GIB, gpus=(toki.Gpu(
+            "Apple GPU", "MTL", 10 * GIB, 10 * GIB),), unified=True, system="darwin")
+        p = self.plan(machine=apple)
+        self.assertLessEqual(p.total, 10 * GIB)
+        self.assertEqual((p.environment, p.gpu_layers), ((), None))
+        halo = toki.Memory(128 * GIB, 120 * GIB, gpus=(toki.Gpu(
+            "AMD Radeon Graphics", "ROCm", 110 * GIB, 108 * GIB, "gfx1151"),),
+            unified=True, system="linux")
+        p = self.plan(machine=halo)
+        self.assertEqual((p.ctx, p.slots), (16384, 4))
+        self.assertEqual(dict(p.environment), {"GGML_CUDA_ENABLE_UNIFIED_MEMORY": "1"})
+
+    def test_an_unknown_machine_gets_what_was_wished(self):
+        p = self.plan(machine=toki.Memory(0, 0), ctx=2000, fixed=("ctx",))
+        self.assertEqual((p.ctx, p.slots), (2000, 4))
+        self.assertIn("unknown", p.steps[0])
+
+    def test_short_models_and_models_without_kv(self):
+        short = self.BIG._replace(n_ctx_train=2048)
+        self.assertEqual(self.plan(short).ctx, 2048)
+        state = self.BIG._replace(kind="append-only", kv_bytes=0, kv_full=(0, 0),
+                                  layers_full=0, state_bytes=1 << 20)
+        self.assertEqual((self.plan(state).kv, self.plan(state).kv_type), (0, "f16"))
+
+    LOG = """0.1 I load_tensors:   CPU_Mapped model buffer size =  4920.00 MiB
+0.1 I llama_context:        CPU  output buffer size =     1.96 MiB
+0.1 I llama_kv_cache:        CPU KV buffer size =  8192.00 MiB
+0.1 I llama_kv_cache: size = %s MiB ( 16384 cells,  32 layers,  4/4 seqs), K (f16): x
+0.1 I sched_reserve:        CPU compute buffer size =   140.00 MiB
+0.1 I slot print_timing: id  3 | task 0 | total time = 57.77 ms / 407 tokens"""
+
+    def test_the_engine_s_own_numbers_are_held_against_the_plan(self):
+        p = self.plan()
+        right = toki.read_engine_report((self.LOG % "8192.00").splitlines())
+        self.assertEqual((right.kv, right.weights), (8 * GIB, 4920 << 20))
+        self.assertEqual(toki.plan_mismatches(p, right), [])
+        wrong = toki.plan_mismatches(p, toki.read_engine_report(
+            (self.LOG % "4096.00").splitlines()))
+        self.assertEqual(len(wrong), 2)
+        for word in ("8,192.00 MiB", "4,096.00 MiB"):
+            self.assertIn(word, wrong[0])
+        self.assertEqual(toki.plan_mismatches(p, toki.read_engine_report(["x"])), [])
+
+    def test_words_and_json(self):
+        p = self.limited(8)
+        text = toki.facts_text(self.BIG._replace(template=False), p)
+        for word in ("128.0 KiB a token", "131,072 tokens", "--chat-template", "4,096",
+                     "slots 4 -> 3"):
+            self.assertIn(word, text)
+        doc = json.loads(json.dumps(toki.facts_json(self.WINDOW, p)))
+        self.assertEqual((doc["windowed_bytes"], doc["plan"]["total"]),
+                         (114688, p.total))
+        self.assertEqual([toki.most_new_tokens(4096, n) for n in (96, 4096, 9999)],
+                         [4000, 1, 1])
 
 
 # ============================================================================
@@ -2453,17 +3014,6 @@ class EdgesRoom(Case):
              "/h/Library/Application Support/toki"),
             ("given", ({"HOME": "/h"}, "/x/y", "linux"), "/x/y")),
             lambda a: toki.places(*a).state.replace(os.sep, "/"))
-
-    def test_control_group_limits_memory(self):
-        class Disk(toki.Disk):
-            def read_text(self, path):
-                return {"/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8000000 kB\n",
-                        "/sys/fs/cgroup/memory.max": files[0],
-                        "/sys/fs/cgroup/memory.current": "900",
-                        "/sys/fs/cgroup/memory.stat": "file 5\ninactive_file 400\n"}[path]
-        edges = toki.REAL._replace(disk=Disk())
-        for files, want in ((("1000\n",), 500), (("max\n",), 8_000_000 * 1024)):
-            self.assertEqual(toki.available_memory(edges), want)
 
     def test_token_file(self):
         where = toki.places({}, self.folder())
@@ -3004,6 +3554,29 @@ class EngineContract:
                 self.error(status, kind, "POST", path, body, raw)
         self.error(404, "not_found_error", "GET", self.CHAT)
 
+    def test_schemas_that_are_refused(self):
+        "Most already at /apply-template; what makes no grammar only at the ask itself."
+        ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for name, inner, words, early in (
+                ("pattern", {"type": "string", "pattern": "^(a$"},
+                 "Invalid pattern ^(a$: unbalanced parentheses", True),
+                ("type", {"type": "any"},
+                 "JSON schema error at #/properties/a: unrecognized type any", True),
+                ("boolean", True,
+                 "JSON schema error at #/properties/a: schema must be an object", True),
+                ("length", {"type": "string", "minLength": 2001},
+                 "failed to parse grammar", False)):
+            body = dict(ask, response_format={"type": "json_schema", "json_schema": {
+                "name": "x", "schema": {"type": "object", "properties": {"a": inner}}}})
+            with self.subTest(name):
+                said = self.error(400, "invalid_request_error", "POST", self.CHAT, body)
+                self.assertIn(words, said["message"])
+                if early:
+                    self.error(400, "invalid_request_error", "POST", "/apply-template",
+                               body)
+                else:
+                    self.post("/apply-template", **body)
+
     def test_overflow(self):
         ids, kept = self.ids(self.n_ctx), self.ids(300)
         self.run_ids(kept, 0)
@@ -3295,14 +3868,16 @@ class EngineRoom(Case):
                 (1, [], "--no-repack", []), (-9, [], "--no-repack", [])):
             self.assertEqual(toki.crash_remedy(code, flags, help_text), want)
 
-    def test_context_is_what_was_asked_or_what_fits(self):
-        facts = toki.ModelFacts("m", "llama", "rewindable", 131072, 0, 1 << 10, True, 1)
-        self.assertEqual(toki.pick_context(facts, 0, 4, None), 16384)
-        self.assertEqual(toki.pick_context(facts, 0, 4, 64 << 20), 8192)
-        self.assertEqual(toki.pick_context(facts, 2000, 4, 64 << 20), 2000)
-        with self.assertRaises(toki.UsageError) as caught:
-            toki.pick_context(facts, 100_000, 4, 64 << 20)
-        self.assertIn("8192", caught.exception.hint)
+    def test_flags_of_a_memory_plan(self):
+        args = dict(model="m.gguf", port=1, slots=2, ctx=512, threads=0, shelf="s",
+                    key_file="k", alias="m", swa_full=False)
+        plan = toki.plan_memory(Fit.HYBRID, toki.Memory(0, 0), toki.Wishes(
+            kv_type="q8_0"))._replace(checkpoints=16, gpu_layers=7)
+        flags, _ = toki.engine_flags("", Fit.HYBRID, plan=plan, **args)
+        for name, value in (("--cache-type-k", "q8_0"), ("--cache-type-v", "q8_0"),
+                            ("--ctx-checkpoints", "16"), ("--n-gpu-layers", "7")):
+            self.assertEqual(flags[flags.index(name) + 1], value)
+        self.assertNotIn("--log-verbosity", flags)
 
 
 # ============================================================================
@@ -5036,6 +5611,152 @@ class Install(Case):
         self.assertIn("50 %, about 1 min 40 s left", said[5])
 
 
+class Machine(Case):
+    "What the system's files and tools say, on machines that are not here."
+
+    def edges(self, files=None, runs=None, folders=None, have=(), status=(0, 0)):
+        class Disk(toki.Disk):
+            def read_text(self, path):
+                if path in denied:
+                    raise PermissionError(13, "no", path)
+                return (files or {}).get(path, "")
+
+            def listing(self, path):
+                return (folders or {}).get(path, [])
+
+        class Proc(FakeProc):
+            def memory_status(self):
+                return status
+        denied = {"/sys/fs/cgroup/memory.high"}
+        return toki.REAL._replace(disk=Disk(), proc=Proc(have=have, runs=runs))
+
+    MEMINFO = ("MemTotal: 32000000 kB\nMemFree: 900000 kB\n"
+               "MemAvailable: 24000000 kB\nCached: 20000000 kB\n")
+
+    def detect(self, group=None, system="linux", **more):
+        files = dict({"/proc/meminfo": self.MEMINFO}, **(group or {}),
+                     **more.pop("files", {}))
+        m = toki.detect_memory(self.edges(files, **more), system=system)
+        return m.total, m.available, m.limit
+
+    def test_control_groups(self):
+        "F-52: page cache is not used memory; limits of every group above count."
+        total, free, cg = 32000000 * 1024, 24000000 * 1024, "/sys/fs/cgroup"
+        v2 = {"/proc/self/cgroup": "0::/a/b\n"}
+        stat = "file 5\ninactive_file 400\n"
+        self.table((
+            ("none", {}, (total, free, None)),
+            ("max", {**v2, f"{cg}/a/b/memory.max": "max"}, (total, free, None)),
+            ("own", {**v2, f"{cg}/a/b/memory.max": "1000", f"{cg}/a/b/memory.current":
+                     "900", f"{cg}/a/b/memory.stat": stat}, (total, 500, 1000)),
+            ("parent", {**v2, f"{cg}/a/memory.max": "800", f"{cg}/a/memory.current": "100",
+                        f"{cg}/a/b/memory.max": "1000"}, (total, 700, 800)),
+            ("soft", {**v2, f"{cg}/a/b/memory.high": "600"}, (total, 600, 600)),
+            ("root", {"/proc/self/cgroup": "0::/\n", f"{cg}/memory.max": "1000"},
+             (total, 1000, 1000)),
+            ("v1", {"/proc/self/cgroup": "5:cpu,memory:/x\n0::/\n",
+                    f"{cg}/memory/x/memory.limit_in_bytes": "1000",
+                    f"{cg}/memory/x/memory.usage_in_bytes": "950",
+                    f"{cg}/memory/x/memory.stat": "inactive_file 1\n"
+                    "total_inactive_file 450\n",
+                    f"{cg}/memory/memory.limit_in_bytes": "9223372036854771712"},
+             (total, 500, 1000)),
+            ("over the limit", {**v2, f"{cg}/a/b/memory.max": "1000",
+                                f"{cg}/a/b/memory.current": "5000"}, (total, 0, 1000)),
+            ("more than the RAM", {**v2, f"{cg}/a/b/memory.max": str(total * 2)},
+             (total, free, None))), self.detect)
+
+    def test_a_limit_reaches_the_plan(self):
+        for gib in (8, 16):
+            files = {"/proc/meminfo": self.MEMINFO, "/proc/self/cgroup": "0::/\n",
+                     "/sys/fs/cgroup/memory.max": str(gib << 30)}
+            machine = toki.detect_memory(self.edges(files), system="linux")
+            p = toki.plan_memory(Fit.BIG, machine, toki.Wishes())
+            self.assertTrue(512 <= p.ctx and p.total <= gib << 30)
+
+    def test_macos_and_windows_and_nothing(self):
+        pages = ("Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
+                 "Pages free:      100.\nPages active:    900.\nPages inactive:  50.\n"
+                 "Pages speculative: 5.\nPages purgeable: 2.\n"
+                 "Pages occupied by compressor: 77.\n")
+        runs = {"hw.memsize": (0, "17179869184\n"), "vm_stat": (0, pages),
+                "hw.optional.arm64": (0, "1\n"), "iogpu.wired_limit_mb": (0, "0\n")}
+        m = toki.detect_memory(self.edges(runs=runs), system="darwin")
+        self.assertEqual((m.total, m.available), (16 << 30, 157 * 16384))
+        self.assertTrue(m.unified)
+        self.assertEqual(m.gpus[0].total, (16 << 30) * 2 // 3)
+        runs["hw.optional.arm64"] = (1, "unknown oid")
+        m = toki.detect_memory(self.edges(runs=runs), system="darwin")
+        self.assertEqual((m.unified, m.gpus), (False, ()))
+        m = toki.detect_memory(self.edges(status=(9, 7)), system="win32")
+        self.assertEqual((m.total, m.available), (9, 7))
+        m = toki.detect_memory(self.edges(), system="linux")
+        self.assertEqual((m.total, m.gpus), (0, ()))
+
+    def test_devices_as_the_engine_lists_them(self):
+        text = ("ggml_cuda_init: found 1 CUDA devices\nAvailable devices:\n"
+                "  CUDA0: NVIDIA H200: PCIe (143771 MiB, 143000 MiB free)\n"
+                "  Vulkan0: AMD Radeon 8060S (RADV GFX1151) (100 MiB, 90 MiB free)\n"
+                "  Vulkan1: llvmpipe (LLVM 15, 256 bits) (64000 MiB, 64000 MiB free)\n"
+                "  BLAS: Accelerate (0 MiB, 0 MiB free)\n"
+                "  OPENVINO0: CPU (64 MiB, 64 MiB free)\n")
+        got = toki.listed_devices(text)
+        self.assertEqual([(g.name, g.backend, g.total >> 20, g.gfx) for g in got],
+                         [("NVIDIA H200: PCIe", "CUDA", 143771, ""),
+                          ("AMD Radeon 8060S (RADV GFX1151)", "Vulkan", 100, "gfx1151")])
+        self.assertEqual(toki.listed_devices("Available devices:\n  (none)\n"), [])
+        edges = self.edges(have=("nvidia-smi",), runs={
+            "--list-devices": (0, "Available devices:\n  (none)\n"),
+            "nvidia-smi": (0, "NVIDIA X, 24000, 23000\n")})
+        self.assertEqual(toki.find_devices(edges, "engine", "linux"), ((), False))
+        gpus, unified = toki.find_devices(edges, "", "linux")
+        self.assertEqual((gpus[0].total >> 20, unified), (24000, False))
+
+    def test_devices_as_the_drivers_name_them(self):
+        self.assertEqual(toki.nvidia_devices(
+            "NVIDIA A, 24564, 24000\nNVIDIA GB10, [N/A], [N/A]\nNo devices found\n"),
+            [toki.Gpu("NVIDIA A", "CUDA", 24564 << 20, 24000 << 20),
+             toki.Gpu("NVIDIA GB10", "CUDA", 0, 0)])
+        text = 'WARNING: x\n' + json.dumps({"card0": {
+            "VRAM Total Memory (B)": "536870912", "VRAM Total Used Memory (B)": "100",
+            "GTT Total Memory (B)": "66000000000", "GTT Total Used Memory (B)": "5"}})
+        (gpu, gtt), = toki.rocm_devices(text)
+        self.assertEqual((gpu.total, gpu.free, gtt), (536870912, 536870812, 66000000000))
+        for bad in ("", "{", "[]", '{"card0": 3}', '{"card0": {"VRAM Total Memory (B)":'
+                    ' "N/A"}}'):
+            self.assertEqual(toki.rocm_devices(bad), [])
+
+    def test_a_processor_with_its_gpu_inside(self):
+        "Ryzen AI MAX+ 395: half a GiB of its own, the rest in the RAM."
+        card, node = "/sys/class/drm/card1/device/", "/sys/class/kfd/kfd/topology/nodes"
+        files = {"/proc/meminfo": self.MEMINFO, card + "mem_info_vram_total": "536870912",
+                 card + "mem_info_vram_used": "0", card + "mem_info_gtt_total":
+                 str(28 << 30), card + "mem_info_gtt_used": str(1 << 30),
+                 node + "/0/properties": "gfx_target_version 0\n",
+                 node + "/1/properties": "simd_count 80\ngfx_target_version 110501\n"}
+        m = toki.detect_memory(self.edges(files, folders={
+            "/sys/class/drm": ["card1", "card1-DP-1"], node: ["0", "1"]}), system="linux")
+        self.assertTrue(m.unified)
+        self.assertEqual((m.gpus[0].gfx, m.gpus[0].free), ("gfx1151", (27 << 30) + (1 << 29)))
+        self.assertTrue(toki.plan_memory(Fit.BIG, m, toki.Wishes()).environment)
+        gb10 = self.edges({"/proc/meminfo": self.MEMINFO}, have=("nvidia-smi",), runs={
+            "nvidia-smi": (0, "NVIDIA GB10, [N/A], [N/A]\n")})
+        m = toki.detect_memory(gb10, system="linux")
+        self.assertEqual((m.unified, m.gpus[0].free), (True, m.available))
+
+    def test_effective_shapes_are_kept_by_model(self):
+        where = toki.places({}, self.folder())
+        self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {})
+        toki.save_effective(toki.REAL, where, "a", {"ctx": 1})
+        toki.save_effective(toki.REAL, where, "b", {"ctx": 2})
+        self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {"ctx": 1})
+        for junk in ("", "[]", "{", '{"models": 3}', '{"models": {"a": 3}}'):
+            toki.REAL.disk.write(where.file("effective.json"), junk.encode())
+            self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {})
+        toki.save_effective(toki.REAL, where, "a", {"ctx": 3})
+        self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {"ctx": 3})
+
+
 class Stack(Case):
     def test_second_daemon_on_one_state_folder_is_refused(self):
         fake = self.fake()
@@ -5079,6 +5800,1105 @@ class Stack(Case):
         conn.request("POST", "/v1/chat/completions", body)
         self.assertEqual(conn.getresponse().status, 200)
         conn.close()
+
+
+# ============================================================================
+# SCREEN, CHAT, TOP, LAUNCHER
+# ============================================================================
+def texts(lines):
+    return [toki.line_text(line) for line in lines]
+
+
+class ScreenRoom(Case):
+    KEYS = (
+        ("letters", b"a\xc3\xa9 ", "a \xe9 \x20".split(" ")[:2] + [" "]),
+        ("controls", b"\r\n\t\x7f\x01\x03\x00",
+         "enter ctrl+j tab backspace ctrl+a ctrl+c ctrl+space".split()),
+        ("arrows", b"\x1b[A\x1bOB\x1b[1;5C\x1b[1;3D", "up down ctrl+right alt+left".split()),
+        ("places", b"\x1b[H\x1b[4~\x1b[5~\x1b[6~\x1b[3~\x1b[1;5H\x1b[Z",
+         "home end pageup pagedown delete ctrl+home shift+tab".split()),
+        ("function keys", b"\x1bOP\x1b[12~\x1b[13~\x1b[[D\x1b[20~", "f1 f2 f3 f4 f9".split()),
+        ("alt", b"\x1b1\x1b\r\x1b\x7f\x1b\x1b[A", "alt+1 alt+enter alt+backspace alt+up".split()),
+        ("any key with ctrl, xterm", b"\x1b[27;5;49~\x1b[27;6;65~\x1b[27;3;13~",
+         "ctrl+1 ctrl+A alt+enter".split()),
+        ("any key with ctrl, kitty", b"\x1b[50;5u\x1b[27u\x1b[99;5u\x1b[13;2u\x1b[97:65;1:1u",
+         "ctrl+2 esc ctrl+c shift+enter a".split()),
+        ("paste", b"\x1b[200~a\r\x1b[Ab\x1b[201~c", ["paste", "c"]),
+        ("wheel, other mouse events", b"\x1b[<64;3;4M\x1b[<0;3;4M\x1b[<65;1;1M",
+         ["wheelup", "wheeldown"]),
+        ("answers and unknown ones vanish", b"\x1b[?62;c\x1b[>0;95;0c\x1b[99~\x1b[57441ux", ["x"]),
+        ("broken UTF-8", b"\xffa", ["\ufffd", "a"]))
+
+    def test_keys(self):
+        def names(data):
+            return [k.name for k in toki.KeyReader().feed(data)]
+        self.table(self.KEYS, names)
+        for name, data, expected in self.KEYS:
+            for at in range(1, len(data)):
+                reader = toki.KeyReader()
+                got = reader.feed(data[:at]) + reader.feed(data[at:])
+                self.assertEqual([k.name for k in got], expected, (name, at))
+
+    def test_a_lone_escape_is_a_key_once_nothing_follows(self):
+        reader = toki.KeyReader()
+        self.assertEqual(reader.feed(b"\x1b"), [])
+        self.assertTrue(reader.waiting)
+        self.assertEqual([k.name for k in reader.flush()], ["esc"])
+        self.assertFalse(reader.waiting)
+        reader.feed(b"\x1b[200~half a paste")
+        self.assertFalse(reader.waiting)     # however long the rest takes
+
+    def test_any_bytes_are_read(self):
+        rng = random.Random(5)
+        for _ in range(3000):
+            data = bytes(rng.choice(b"\x1b[[OM<;:0159~uABP\x00\xe2\x82a")
+                         for _ in range(rng.randint(1, 14)))
+            reader = toki.KeyReader()
+            for key in reader.feed(data) + reader.flush():
+                self.assertTrue(key.name)
+
+    def test_width(self):
+        self.table((("ascii", "abc", 3), ("wide", "日本", 4), ("combining", "e\u0301", 1),
+                    ("joined emoji", "\U0001f468\u200d\U0001f469", 2), ("accent", "é", 1),
+                    ("skin tone", "\U0001f44d\U0001f3fd", 2), ("nothing", "", 0)),
+                   toki.text_width)
+        self.assertEqual(toki.text_cut("日本語", 5), "日本…")
+        self.assertEqual(toki.text_cut("日本語", 4), "日…")
+        self.assertEqual(toki.text_cut("abc", 0), "")
+
+    def test_wrap(self):
+        def wrap(given):
+            return toki.text_wrap(given[0], given[1])
+        self.table((
+            ("words", ("one two three", 8), ["one two", "three"]),
+            ("a blank at the edge", ("four five", 4), ["four", "five"]),
+            ("a long word", ("ab cdefghijk", 5), ["ab", "cdefg", "hijk"]),
+            ("wide", ("日本語日本", 4), ["日本", "語日", "本"]),
+            ("lines and indents", ("a\n\n  b", 9), ["a", "", "  b"])), wrap)
+        rng = random.Random(7)
+        for _ in range(500):
+            text = "".join(rng.choice("ab  日\u0301\n\U0001f44d") for _ in range(40))
+            width = rng.randint(2, 12)
+            rows = toki.text_wrap(text, width)
+            self.assertLessEqual(max(map(toki.text_width, rows)), width, text)
+            self.assertEqual("".join("".join(rows).split()), "".join(text.split()))
+
+    def test_nothing_steers_the_terminal(self):
+        text = toki.clean_text("a\x1b[2Jb\x9b5mc\u202ed\x07\te\r\nf\ud800")
+        self.assertEqual(text, "a[2Jb5mcd    e\nf")
+
+    def test_only_changed_lines_are_painted(self):
+        painter = toki.Painter(0)
+        first = painter.paint([[("", "one")], [("bold", "two")]], 10, 3)
+        self.assertIn("\x1b[1;1Hone\x1b[K", first)
+        self.assertNotIn("\n", first)
+        self.assertNotIn("\x1b[1m", first)
+        second = painter.paint([[("", "one")], [("", "six")]], 10, 3)
+        self.assertNotIn("one", second)
+        self.assertIn("\x1b[2;1Hsix", second)
+        self.assertIn("one", painter.paint([[("", "one")]], 11, 3))      # another size
+        full = toki.Painter(0).paint([[("", "x" * 9)]] * 2, 5, 2)
+        self.assertIn("\x1b[1;1Hxxxx…\x1b[2;1Hxxx…\x1b[K", full)
+        typed = toki.Painter(0).paint([[("", "日"), ("cursor", "b")]], 9, 1)
+        self.assertIn("\x1b[1;3H\x1b[?25h", typed)
+
+    def test_styles(self):
+        line = [("good", "a"), ("bold", "b"), ("", "▰")]
+        self.table((("plain", 0, "ab▰"), ("no colours", 1, "a\x1b[1mb\x1b[0m▰"),
+                    ("colours", 2, "\x1b[32ma\x1b[0m\x1b[1mb\x1b[0m▰")),
+                   lambda depth: toki.line_paint(line, depth))
+        self.assertEqual(toki.line_paint([("", "é▰")], 0, unicode=False), "?#")
+        self.table((("a pipe", ({}, False), 0), ("NO_COLOR", ({"NO_COLOR": "1"}, True), 1),
+                    ("empty", ({"NO_COLOR": ""}, True), 2),
+                    ("dumb", ({"TERM": "dumb"}, True), 0)),
+                   lambda given: toki.style_depth(*given))
+
+    def test_editing(self):
+        def typed(names):
+            field = toki.Editor()
+            for name in names:
+                key = toki.Key(name, name if len(name) == 1 else "")
+                if name.startswith("paste:"):
+                    key = toki.Key("paste", name[6:])
+                field = field.key(key) or field
+            return field.text, field.at
+        self.table((
+            ("typing", "abc", ("abc", 3)),
+            ("back", ["a", "b", "left", "backspace"], ("b", 0)),
+            ("lines", ["a", "alt+enter", "b", "ctrl+j", "c"], ("a\nb\nc", 5)),
+            ("paste", ["paste:x\r\ny\x1b[A"], ("x\ny[A", 5)),
+            ("up keeps the column", ["paste:abc\nde", "up", "X"], ("abXc\nde", 3)),
+            ("down", ["paste:abc\nde", "ctrl+a", "up", "down", "X"], ("abc\nXde", 5)),
+            ("words", ["paste:one two", "ctrl+left", "X"], ("one Xtwo", 5)),
+            ("cut a word", ["paste:one two", "ctrl+w"], ("one ", 4)),
+            ("cut a line", ["paste:a\nbcd", "ctrl+u"], ("a\n", 2)),
+            ("cut the rest", ["paste:abc", "home", "right", "ctrl+k"], ("a", 1)),
+            ("a mark goes with its letter", ["paste:ae\u0301", "backspace"], ("a", 1)),
+            ("nothing there", ["backspace", "delete", "left", "ctrl+w"], ("", 0))), typed)
+        self.assertIsNone(toki.Editor.of("ab").key(toki.Key("up")))
+        lines = toki.Editor.of("x" * 50).lines(10, 3)
+        self.assertEqual(len(lines), 3)
+        self.assertIn("cursor", [style for style, _ in lines[-1]])
+        self.assertNotIn("s", "".join(texts(toki.Editor.of("sss").lines(10, 1, True))))
+
+    def test_only_this_room_knows_escape_sequences(self):
+        begin = SOURCE.index("SCREEN - a terminal")
+        end = SOURCE.index("CHAT - a conversation")
+        rest = SOURCE[:begin] + SOURCE[end:]
+        self.assertNotIn("\\x1b", rest)
+        self.assertNotIn("\\033", rest)
+
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 8
+COST = toki.CacheLine("cached", 1843, 1810, 33, 61.0, 2400.0, "resident")
+
+
+def chat_of(*turns, **changes):
+    return toki.Chat(turns=tuple(turns), model="m", n_ctx=8192)._replace(**changes)
+
+
+def reply(text, mode="cached", **changes):
+    return toki.Reply(mode, text, state="done", cost=COST._replace(mode=mode))._replace(
+        **changes)
+
+
+class ChatRoom(Case):
+    def press(self, chat, *names):
+        "The chat after these keys, and all effects."
+        effects = []
+        for name in names:
+            key = name if isinstance(name, tuple) else toki.Key(
+                name, name if len(name) == 1 else "")
+            chat, more = toki.chat_step(chat, key)
+            effects += more
+        return chat, effects
+
+    def test_a_frame(self):
+        chat = chat_of(toki.ChatTurn("hi", (reply("Hello **you**\n```\nx = 1\n```"),)))
+        self.assertEqual(texts(toki.chat_frame(chat, 70, 17)), [
+            " toki m · 8,192 tokens                        raw   cached   compare",
+            "─" * 70, "  you  hi", "", " toki  Hello **you**", "       ```", "       x = 1",
+            "       ```", "       ▰▰▰▰▰▰▰▰▰▰▰▰▰▰▰▱ 98% of the prompt reused",
+            "       cached · 1,843 tokens in · 1,810 reused · 33 computed · first",
+            "       token 61 ms · turn 2,400 ms · from resident", "", "", "",
+            "─" * 70, " ›",
+            " Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9…"])
+
+    def test_two_replies_side_by_side(self):
+        turn = toki.ChatTurn("q", (reply("It is 41 degrees", "raw"), reply("It is 42 degrees")))
+        rows = texts(toki.chat_frame(chat_of(turn), 80, 24))
+        self.assertIn("  raw                                   │ cached", rows)
+        self.assertIn("  It is 41 degrees                      │ It is 42 degrees", rows)
+        self.assertIn("  substantive, first difference at word 3", rows)
+        spans = [s for line in toki.chat_frame(chat_of(turn), 80, 24) for s in line]
+        self.assertEqual([t for s, t in spans if s == "diff"], ["41", "42"])
+        narrow = texts(toki.chat_frame(chat_of(turn), 40, 24))
+        self.assertLess(narrow.index("  raw"), narrow.index("  cached"))
+
+    def test_frames_fit_every_size(self):
+        chats = [chat_of(), chat_of(help=True), chat_of(trouble="x" * 200),
+                 chat_of(toki.ChatTurn(LONG, (reply(LONG),)), field=toki.Editor.of(LONG)),
+                 chat_of(toki.ChatTurn("日本" * 40, (reply(LONG, "raw"), reply("日" * 90)))),
+                 chat_of(toki.ChatTurn("q", (toki.Reply("cached", state="prefill", done=5,
+                                                    total=9),)), busy=True, now=5.0)]
+        for chat in chats:
+            for width, height in ((1, 1), (5, 3), (19, 8), (20, 6), (40, 12), (80, 24),
+                                  (200, 60)):
+                lines = toki.chat_frame(chat, width, height)
+                self.assertLessEqual(len(lines), height)
+                if width >= 20:
+                    self.assertLessEqual(max(map(toki.line_width, lines)), width,
+                                         (width, texts(lines)))
+
+    def test_what_differs(self):
+        self.table((
+            ("the same", ("a b", "a b"), ("identical", -1, 0)),
+            ("in a word", ("a bcd", "a bce"), ("substantive", 4, 2)),
+            ("at a word", ("one two", "one six"), ("substantive", 4, 2)),
+            ("a blank", ("a b", "a  b"), ("whitespace", 2, 2)),
+            ("an end", ("one", "one 2"), ("substantive", 3, 1))),
+            lambda given: tuple(toki.compare_replies(*given)))
+        left, right = toki.word_diff("one two three", "one 2 three")
+        self.assertEqual([t for d, t in left if d], ["two"])
+        self.assertEqual("".join(t for _, t in right), "one 2 three")
+        long = toki.word_diff("w " * 9000 + "a", "w " * 9000 + "b")[0]
+        self.assertEqual([t for d, t in long if d], ["a"])
+
+    def test_asking(self):
+        chat, effects = self.press(chat_of(system="S", now=3.0), "h", "i", "enter")
+        self.assertEqual(effects, [
+            ("ask", 1, ("cached",), [{"role": "system", "content": "S"},
+                                     {"role": "user", "content": "hi"}]),
+            ("remember", ("hi",))])
+        self.assertTrue(chat.busy)
+        self.assertEqual(self.press(chat, "x", "enter")[1], [])      # one at a time
+        for event in (("read", 1, 0, 5, 10), ("text", 1, 0, "He"), ("text", 1, 0, "llo"),
+                      ("done", 1, 0, COST), ("all", 1)):
+            chat, _ = toki.chat_step(chat, event)
+        self.assertEqual((chat.turns[0].reply().text, chat.busy), ("Hello", False))
+        chat, effects = self.press(chat, "y", "enter")
+        self.assertEqual([m["content"] for m in effects[0][3]], ["S", "hi", "Hello", "y"])
+
+    def test_stopping_and_late_events(self):
+        chat, _ = self.press(chat_of(), "a", "enter")
+        chat, _ = toki.chat_step(chat, ("text", 1, 0, "part"))
+        chat, effects = self.press(chat, "esc")
+        self.assertEqual(effects, [("stop",)])
+        later, _ = toki.chat_step(chat, ("text", 1, 0, "late"))
+        self.assertEqual(later.turns[0].reply()[:4], ("cached", "part", "", "stopped"))
+        again, effects = self.press(chat, "ctrl+r")
+        self.assertEqual((len(again.turns), effects[0][3][-1]["content"]), (1, "a"))
+        self.assertEqual(self.press(chat, "ctrl+c")[1], [("quit", 130)])
+
+    def test_modes_by_every_key(self):
+        for keys in (("f1", "f2", "f3"), ("alt+1", "alt+2", "alt+3"),
+                     ("ctrl+1", "ctrl+2", "ctrl+3")):
+            self.assertEqual([self.press(chat_of(), k)[0].mode for k in keys],
+                             ["raw", "cached", "compare"])
+        _, effects = self.press(chat_of(), "f3", "a", "enter")
+        self.assertEqual(effects[0][2], ("raw", "cached"))
+        chat, _ = self.press(chat_of(), "f3", "a", "enter")
+        for event in (("done", 1, 1, COST), ("failed", 1, 0, "no"), ("all", 1)):
+            chat, _ = toki.chat_step(chat, event)
+        self.assertEqual([r.state for r in chat.turns[0].replies], ["failed", "done"])
+
+    def test_scrolling_holds_its_place_while_text_comes(self):
+        chat = chat_of(toki.ChatTurn("q", (reply(LONG * 6),)), width=60, height=20)
+        up, _ = self.press(chat, "pageup")
+        top = texts(toki.chat_frame(up, 60, 20))[2]
+        grown, _ = toki.chat_step(up._replace(seq=1, busy=True), ("text", 1, 0, LONG))
+        self.assertEqual(texts(toki.chat_frame(grown, 60, 20))[2], top)
+        down, _ = self.press(up, "pagedown")
+        self.assertIsNone(down.top)
+        self.assertEqual(self.press(chat, *["ctrl+home"] * 3)[0].top, 0)
+
+    def test_earlier_prompts_and_the_system_prompt(self):
+        chat, _ = self.press(chat_of(past=("one", "two")), "d", "up", "up", "up")
+        self.assertEqual(chat.field.text, "one")
+        chat, _ = self.press(chat, "down", "down")
+        self.assertEqual(chat.field.text, "d")
+        chat, _ = self.press(chat, "f5", "S", "enter")
+        self.assertEqual((chat.system, chat.field.text, chat.typing), ("S", "d", "prompt"))
+        chat, _ = self.press(chat, "ctrl+t", "x", "esc")
+        self.assertEqual(chat.system, "S")
+
+    def test_plain_text_to_be_copied(self):
+        chat = chat_of(toki.ChatTurn("q", (reply("a\nb"),)))
+        self.assertEqual(self.press(chat, "f4")[1], [("show", "a\nb")])
+
+    def test_lines_without_a_terminal(self):
+        d = self.daemon(self.fake())
+        out, err = io.StringIO(), io.StringIO()
+        given = io.StringIO("first\n\nsecond\n")
+        old, sys.stdin = sys.stdin, given
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = toki.main(["tui", "--state-dir", d.where.state, "--max-tokens", "5"])
+        finally:
+            sys.stdin = old
+        self.assertEqual((code, out.getvalue().count("\n")), (0, 2))
+        self.assertNotIn("\x1b", out.getvalue() + err.getvalue())
+        self.assertEqual(len(re.findall("cached . .* tokens in", err.getvalue())), 2)
+        self.assertRegex(err.getvalue(), "from resident")
+
+
+class TopRoom(Case):
+    def state(self):
+        d = self.daemon(self.fake(n_ctx=2048))
+        for text in ("one", "two"):
+            toki.daemon_json(toki.REAL, "127.0.0.1", d.server.server_port, "POST",
+                             "/v1/chat/completions", {"max_tokens": 3, "messages": [
+                                 {"role": "system", "content": LONG * 3},
+                                 {"role": "user", "content": text}]})
+        return d, toki.daemon_json(toki.REAL, "127.0.0.1", d.server.server_port, "GET",
+                                   "/toki/state")
+
+    FOREST = [{"from": 0, "tokens": 900, "holders": [], "children": [
+        {"from": 900, "tokens": 40, "holders": ["slot 0"], "children": []},
+        {"from": 900, "tokens": 70, "holders": ["slot 1", "snap 3"], "children": []}]}]
+
+    def test_frames(self):
+        _, state = self.state()
+        state = dict(state, forest=self.FOREST)
+        top = toki.Top(state, at=state["started"] + 3700)
+        rows = texts(toki.top_frame(top, 80, 30))
+        self.assertIn("1 h 1 min", rows[0])
+        for line in ("   900 tokens shared", "     ├ 70 tokens  slot 1, snap 3",
+                     "     └ 40 tokens  slot 0"):
+            self.assertIn(line, rows)
+        self.assertTrue(any(re.match(r"    2  (hit|miss) ", row) for row in rows), rows)
+        for view in (top, top._replace(help=True), toki.Top(), toki.Top(trouble="x" * 99),
+                     toki.Top(dict(state, recent=[], slots=[]))):
+            for width, height in ((20, 3), (40, 12), (80, 24), (160, 60)):
+                lines = toki.top_frame(view, width, height)
+                self.assertLessEqual(len(lines), height)
+                painted = toki.Painter(0).paint(lines, width, height)
+                longest = max(toki.text_width(row) for row in re.split(
+                    r"\x1b\[[?\d;]*[A-Za-z]", painted))
+                self.assertLessEqual(longest, width)
+
+    def test_steps(self):
+        top = toki.Top({"recent": [{}] * 5})
+        step = toki.top_step
+        self.assertEqual(step(top, toki.Key("q"))[1], [("quit", 0)])
+        self.assertEqual(step(top, toki.Key("down"))[0].scroll, 1)
+        self.assertEqual(step(top, ("tick", 1))[1], [("poll",)])
+        held, _ = step(top, toki.Key(" ", " "))
+        self.assertEqual(step(held, ("tick", 1))[1], [])
+        self.assertIs(step(held, ("state", {}, 1))[0], held)
+        self.assertEqual(step(top, ("trouble", "gone"))[0].trouble, "gone")
+
+    def test_one_picture_without_a_terminal_and_from_elsewhere(self):
+        d, _ = self.state()
+        url = f"http://127.0.0.1:{d.server.server_port}"
+        for argv in (["top", "--url", url], ["top", "--once", "--url", url],
+                     ["top", "--json", "--url", url]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                self.assertEqual(toki.main([*argv, "--state-dir", self.folder()]), 0)
+            self.assertNotIn("\x1b", out.getvalue())
+            self.assertIn("fake", out.getvalue())
+        self.assertEqual(json.loads(out.getvalue())["counters"]["asks"], 2)
+
+    def test_diff(self):
+        d, _ = self.state()
+        for extra in ([], ["--json"]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                code = toki.main(["diff", *extra, "--max-tokens", "6", "--system", "S",
+                                  "what?", "--state-dir", d.where.state])
+            self.assertEqual(code, 0)
+            self.assertNotIn("\x1b", out.getvalue())
+            self.assertIn("identical", out.getvalue())
+        found = json.loads(out.getvalue())
+        self.assertEqual(found["raw"]["text"], found["cached"]["text"])
+        self.assertTrue(found["raw"]["text"])
+        self.assertEqual(found["raw"]["reused"], 0)
+        self.assertEqual((found["class"], found["first_difference_word"]),
+                         ("identical", 0))
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(toki.main(["diff", " ", "--state-dir", d.where.state]), 2)
+
+
+class LauncherRoom(Case):
+    def launcher(self, **changes):
+        s = toki.Launcher((("Toki Chat", ""), ("Claude Code", "npm i claude"),
+                           ("Pi", "npm i pi")), asked=True,
+                          versions=((1, "2.1"), (2, "")),
+                          models=(("m1", "/f1", 4096, True), ("m2", "/f2", 0, False)),
+                          rows=(("slots", "4", "default", "how many", False),
+                                ("shelf", "on", "default", "save", False),
+                                ("engine_key", "k", "file", "key", True)))
+        return s._replace(**changes)
+
+    def press(self, s, *names):
+        effects = []
+        for name in names:
+            s, more = toki.launcher_step(s, toki.Key(name, name if len(name) == 1 else ""))
+            effects += more
+        return s, effects
+
+    UP = {"engine": {"state": "ready", "model": "m1", "n_ctx": 4096}, "open": 0}
+
+    def test_every_key_of_the_list(self):
+        up, down = self.launcher(state=self.UP), self.launcher()
+        self.assertEqual(self.press(up, "down", "down", "down", "up")[0].at, 1)
+        self.assertEqual(self.press(up, "3")[0].at, 2)
+        self.assertEqual(self.press(up, "9")[0].at, 0)
+        self.assertEqual(self.press(up, "2", "enter")[1], [("start", 1)])
+        missing, effects = self.press(up, "3", "enter")
+        self.assertEqual((missing.bad, effects), ("not installed: npm i pi", []))
+        for key in ("right", "m"):
+            self.assertEqual(self.press(up, key)[0].view, "models")
+        self.assertEqual(self.press(up, "s")[1], [("settings",)])
+        self.assertEqual(self.press(up, "?", "q")[0].view, "list")
+        self.assertEqual(self.press(up, "q")[1], [("quit", 0)])
+        self.assertEqual(self.press(up, "ctrl+c")[1], [("quit", 130)])
+        self.assertEqual(self.press(down, "enter", "y")[1], [("up",)])
+        self.assertEqual(self.press(down, "enter", "n")[1], [])
+
+    def test_without_a_model_it_leads_to_the_model_list(self):
+        s, _ = self.press(self.launcher(models=()), "enter")
+        rows = texts(toki.launcher_frame(s, 80, 24))
+        self.assertTrue(any("toki up --yes" in row for row in rows))
+
+    def test_models_and_context(self):
+        self.assertEqual(self.press(self.launcher(), "m", "down", "enter")[1][-1],
+                         ("use", "m2", 0))
+        self.assertEqual(self.press(self.launcher(), "m", "c", "ctrl+u", "8", "0", "enter"
+                                    )[1][-1], ("use", "m1", 80))
+        self.assertIn("no number", self.press(self.launcher(), "m", "c", "x", "enter"
+                                              )[0].bad)
+
+    def test_settings_warn_before_a_restart_and_offer_it(self):
+        s, effects = self.press(self.launcher(state=self.UP), "s", "enter", "ctrl+u", "7",
+                                "enter")
+        self.assertEqual(effects[-1], ("set", "slots", "7"))
+        s, _ = toki.launcher_step(s, ("set", "slots", "7", "file"))
+        self.assertIn("needs a restart", s.note)
+        self.assertEqual(self.press(s, "r")[1], [("restart",)])
+        self.assertEqual(self.press(self.launcher(), "s", "down", "enter")[1][-1],
+                         ("set", "shelf", "off"))
+        stopped, _ = toki.launcher_step(self.launcher(), ("set", "slots", "7", "file"))
+        self.assertEqual(stopped.stale, ())
+        other, _ = toki.launcher_step(self.launcher(), ("set", "slots", "7",
+                                                        "variable TOKI_SLOTS"))
+        self.assertIn("wins", other.bad)
+        key, _ = self.press(self.launcher(), "s", "down", "down", "enter", "h", "u")
+        self.assertNotIn("hu", "\n".join(texts(toki.launcher_frame(key, 80, 24))[-3:]))
+
+    def test_the_settings_file_keeps_everything_else(self):
+        self.table((
+            ("empty", ("", "slots", "2"), "[toki]\nslots = 2\n"),
+            ("changed", ("# a\n[toki]\nslots=4 \nctx = 1\n", "slots", "2"),
+             "# a\n[toki]\nslots = 2\nctx = 1\n"),
+            ("dashes", ("[toki]\nengine-bin: x\n", "engine_bin", "y"),
+             "[toki]\nengine_bin = y\n"),
+            ("added", ("[toki]\nctx = 1\n\n[other]\nslots = 9\n", "slots", "2"),
+             "[toki]\nctx = 1\nslots = 2\n\n[other]\nslots = 9\n"),
+            ("a comment is none", ("[toki]\n# slots = 1\n", "slots", "2"),
+             "[toki]\n# slots = 1\nslots = 2\n")),
+            lambda given: toki.with_setting(*given))
+        with self.assertRaises(toki.UsageError):
+            toki.with_setting("", "model", "a\nslots = 9")
+
+    def test_frames_fit(self):
+        s = self.launcher(state=self.UP)
+        views = [s, self.launcher(), s._replace(at=2), s._replace(models=())] + [
+            s._replace(view=v) for v in ("models", "ctx", "settings", "value", "start",
+                                         "help")]
+        for view in views + [s._replace(view="models", models=())]:
+            for width, height in ((40, 12), (60, 20), (80, 24), (160, 50)):
+                lines = toki.launcher_frame(view, width, height)
+                self.assertLessEqual(len(lines), height)
+                self.assertLessEqual(max(map(toki.line_width, lines)), width,
+                                     (view.view, width))
+        rows = texts(toki.launcher_frame(s, 80, 24))
+        self.assertIn("  ( • • )    no token is computed twice", rows)
+        self.assertIn("  3  Pi                    npm i pi", rows)
+
+
+class Tmux:
+    "A shell in a terminal of its own."
+
+    def __init__(self, case, width=80, height=24, **env):
+        self.case, self.name = case, f"toki-{os.getpid()}-{id(self)}"
+        case.addCleanup(self.run, "kill-server")
+        plain = {"PATH": os.environ["PATH"], "HOME": case.folder(), "LANG": "C.UTF-8",
+                 "LC_ALL": "C.UTF-8", "PS1": "$ ", "TERM": "xterm-256color", **env}
+        self.run("-f", os.devnull, "new-session", "-d", "-x", str(width), "-y",
+                 str(height), "env", "-i", *(f"{k}={v}" for k, v in plain.items()), "sh")
+        self.run("set", "-s", "extended-keys", "on")
+        self.run("set", "-s", "escape-time", "0")
+        self.wait("$")
+
+    def run(self, *args, **more):
+        return subprocess.run(["tmux", "-L", self.name, *args], capture_output=True,
+                              text=True, **more).stdout
+
+    def keys(self, *keys):
+        self.run("send-keys", *keys)
+
+    def type(self, text):
+        self.run("send-keys", "-l", text)
+
+    def send(self, data):
+        self.run("send-keys", "-H", *(f"{b:02x}" for b in data))
+
+    def paste(self, text):
+        self.run("load-buffer", "-", input=text)
+        self.run("paste-buffer", "-p")
+
+    def start(self, *argv):
+        self.type(" ".join(f"'{a}'" for a in (sys.executable, *argv)))
+        self.keys("Enter")
+
+    def screen(self):
+        return self.run("capture-pane", "-p")
+
+    def ask(self, what):
+        return self.run("display", "-p", "#{" + what + "}").strip()
+
+    def resize(self, width, height):
+        self.run("resize-window", "-x", str(width), "-y", str(height))
+
+    def wait(self, *wanted):
+        "Until all of it stands on the screen; the screen."
+        end = time.monotonic() + 20
+        while True:
+            screen = self.screen()
+            if all(w in screen for w in wanted):
+                return screen
+            self.case.assertLess(time.monotonic(), end, f"no {wanted} on\n{screen}")
+            time.sleep(0.05)
+
+    def child(self):
+        "The process that the shell runs."
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", self.ask("pane_pid")],
+                               capture_output=True, text=True).stdout.split()
+        return int(found[0])
+
+    def check_usable(self, code):
+        "Back in the shell, with echo and lines, no alternate screen, a cursor."
+        self.case.until(lambda: self.ask("alternate_on") == "0", "the normal screen")
+        self.type("echo \"code=$?\"; stty -a | tr ';' ' '")
+        self.keys("Enter")
+        screen = self.wait(f"code={code}", "iexten")
+        for word in (" icanon", " icrnl", " ixon"):
+            self.case.assertIn(word, " " + screen.replace("\n", " "))
+        self.case.assertNotIn("-echo ", screen)
+        self.case.assertEqual(self.ask("cursor_flag"), "1")
+
+
+@unittest.skipUnless(shutil.which("tmux") and os.name == "posix", "tmux is not installed")
+class Terminal(Case):
+    "The real screens in a real terminal."
+    TOKI = os.path.join(HERE, "toki.py")
+
+    def begin(self, *argv, width=80, height=24, fake=None, **env):
+        fake = fake or self.fake(decode_ms=1)
+        self.d = self.daemon(fake)
+        t = Tmux(self, width, height, TOKI_STATE_DIR=self.d.where.state, **env)
+        t.start(*(argv or (self.TOKI,)))
+        return t
+
+    def test_chat(self):
+        t = self.begin(self.TOKI, "tui", "--max-tokens", "12")
+        t.wait("Ask something", "fake")
+        t.type("first line")
+        t.send(b"\x1b\r")
+        t.paste("pasted\nlines")
+        t.wait("first line", "pasted", "lines")
+        t.keys("Enter")
+        t.wait("you  first line", "cached · 21 tokens in", "Enter send")
+        for data, mode in ((b"\x1bOP", "raw"), (b"\x1b[27;5;51~", "compare"),
+                           (b"\x1b2", "cached"), (b"\x1b[49;5u", "raw")):
+            t.send(data)
+            self.until(lambda: f"\x1b[7m {mode} " in t.run("capture-pane", "-pe"), mode)
+        t.send(b"\x1bOR")
+        t.type("both")
+        t.keys("Enter")
+        t.wait("│ cached", "identical")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12 and "compare" in t.screen())
+        t.keys("PPage")
+        t.wait("PgDn")
+        t.resize(80, 24)
+        t.keys("NPage", "NPage", "NPage")
+        t.wait("│ cached", "identical", "F1-F3 mode")
+        t.keys("F4")
+        t.wait("[Enter: back to toki]")
+        self.assertEqual(t.ask("alternate_on"), "0")
+        t.keys("Enter")
+        t.wait("│ cached")
+        t.keys("F9")
+        t.wait("the last reply as plain text")
+        t.keys("x", "C-q")
+        t.check_usable(0)
+        history = os.path.join(self.d.where.state, "tui-history.json")
+        self.assertEqual(os.stat(history).st_mode & 0o777, 0o600)
+        with open(history, encoding="utf-8") as f:
+            self.assertEqual(json.load(f), ["first line\npasted\nlines", "both"])
+
+    def test_escape_stops_the_engine(self):
+        fake = self.fake()
+        t = self.begin(self.TOKI, "tui", fake=fake)
+        t.wait("Ask something", "fake")
+        fake.hold("decode", after=3)
+        t.type("long")
+        t.keys("Enter")
+        self.until(lambda: fake.frozen, "the engine at work")
+        t.keys("Escape")
+        t.wait("stopped")
+        fake.release()
+        self.until(lambda: not self.d.keeper.open_count(), "a free slot")
+        t.keys("C-c")
+        t.check_usable(130)
+
+    def test_every_end_leaves_a_usable_terminal(self):
+        boom = ("import sys; sys.path.insert(0, sys.argv.pop()); import toki\n"
+                "def broken(*_): raise RuntimeError(str(6 * 7))\n"
+                "toki.{0} = broken; sys.exit(toki.main([\"{1}\"]))")
+        ends = [("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
+                ("top", "INT", 130), ("tui", "chat_frame", 1), ("top", "top_frame", 1)]
+        t = self.begin("-c", "pass")
+        for face, how, code in ends:
+            with self.subTest(face + " " + how):
+                t.keys("C-l")
+                t.type("clear")
+                t.keys("Enter")
+                if "_" in how:
+                    script = os.path.join(self.folder(), "broken.py")
+                    with open(script, "w", encoding="utf-8") as f:
+                        f.write(boom.format(how, face))
+                    t.start(script, HERE)
+                    t.wait("toki: the screen failed: RuntimeError: 42", "TOKI_DEBUG")
+                    self.assertNotIn("Traceback", t.screen())
+                else:
+                    t.start(self.TOKI, face)
+                    t.wait("fake", "toki")
+                    self.assertEqual(t.ask("alternate_on"), "1")
+                    os.kill(t.child(), getattr(toki.signal, "SIG" + how))
+                t.check_usable(code)
+
+    def test_stopped_and_continued(self):
+        t = self.begin(self.TOKI, "tui")
+        t.wait("Ask something", "fake")
+        t.type("half a prom")
+        t.wait("half a prom")
+        t.send(b"\x1a")
+        self.until(lambda: t.ask("alternate_on") == "0", "the shell")
+        t.type("echo in the $((1 + 1))nd shell; fg")
+        t.keys("Enter")
+        self.until(lambda: t.ask("alternate_on") == "1", "the chat again")
+        t.wait("half a prom")
+        t.type("pt")
+        t.wait("half a prompt")
+        t.keys("C-q")
+        t.check_usable(0)
+        self.assertIn("in the 2nd shell", t.screen())
+
+    def test_top(self):
+        t = self.begin(self.TOKI, "top", NO_COLOR="1")
+        t.wait("reused", "slots", "verdict", "q quit")
+        self.assertNotRegex(t.run("capture-pane", "-pe"), "\x1b\\[[0-9;]*3[0-7]m")
+        toki.daemon_json(toki.REAL, "127.0.0.1", self.d.server.server_port, "POST",
+                         "/v1/chat/completions", {"max_tokens": 3, "messages": [
+                             {"role": "user", "content": "hello"}]})
+        t.wait("miss")
+        t.resize(40, 12)
+        self.until(lambda: "verdict     reused/of" in t.screen() or
+                   "slots" in t.screen() and len(t.screen().split("\n")[0]) <= 40)
+        t.resize(80, 24)
+        t.wait("first      turn  why")
+        t.keys("?")
+        t.wait("hold the picture still")
+        t.keys("x", "Space")
+        t.wait("held")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_launcher(self):
+        script = os.path.join(self.folder(), "agents.py")
+        with open(script, "w", encoding="utf-8") as f:
+            f.write("import collections, sys; sys.path.insert(0, sys.argv.pop())\n"
+                    "import toki\n"
+                    "Agent = collections.namedtuple('Agent', 'name title install')\n"
+                    "toki.AGENTS = (Agent('claude', 'Claude Code', 'npm claude'),\n"
+                    "               Agent('pi', 'Pi', 'npm i pi'))\n"
+                    "toki.agent_version = lambda a, e: '2.1' * (a.name == 'claude')\n"
+                    "toki.launch = lambda a, c, x: (c.edges.term.wait(\n"
+                    "    a.title + ' was here'), 3)[1]\n"
+                    "sys.exit(toki.main([]))\n")
+        t = self.begin(script, HERE)
+        t.wait("( • • )", "Toki Chat", "2.1", "npm i pi", "ready", "fake · 8,192")
+        t.keys("3")
+        t.wait("Pi is missing: npm i pi")
+        t.keys("Enter")
+        t.wait("not installed: npm i pi")
+        t.keys("Up", "Enter")
+        t.wait("Claude Code was here")
+        self.assertEqual(t.ask("alternate_on"), "0")
+        t.keys("Enter")
+        t.wait("ended with code 3; Enter")
+        t.keys("Enter")
+        t.wait("( • • )", "Claude Code ended with code 3")
+        t.keys("Right")
+        t.wait("No model to choose yet")
+        t.keys("Left", "m")
+        t.wait("No model to choose yet")
+        t.keys("Left", "s")
+        t.wait("tokens of context a slot")
+        for _ in range(5):
+            t.keys("Down")
+        t.keys("Enter")
+        t.wait("slots › 4")
+        t.keys("BSpace", "6", "Enter")
+        t.wait("needs a restart; r does it now")
+        t.resize(40, 12)
+        t.wait("toki ● ready", "slots")
+        t.resize(80, 24)
+        t.wait("( • • )")
+        t.keys("Left", "?")
+        t.wait("any key goes back")
+        t.keys("x", "1", "Enter")
+        t.wait("Ask something")
+        t.keys("C-q")
+        t.wait("( • • )")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_nothing_runs(self):
+        t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
+        t.start(self.TOKI)
+        t.wait("nothing runs", "no model yet")
+        t.keys("Enter")
+        t.wait("No model to choose yet", "toki up --yes", "needs an engine and a model")
+        t.keys("Left", "q")
+        t.check_usable(0)
+        t.start(self.TOKI, "tui")
+        t.wait("nothing answers at http://127.0.0.1:1", "toki up")
+        t.type("anyway")
+        t.keys("Enter")
+        t.wait("you  anyway", "toki  nothing answers")
+        t.keys("C-q")
+        t.check_usable(0)
+        t.start(self.TOKI, "top")
+        t.wait("nothing answers", "q quit")
+        t.keys("q")
+        t.check_usable(0)
+
+
+# ============================================================================
+# PICTURE, FEED, PAGE, WEB
+# ============================================================================
+class Picture(Case):
+    def test_shared_beginnings_are_drawn_once(self):
+        base = tokens(*range(100))
+        forest = toki.prefix_forest([
+            toki.Held("slot 0", base + tokens(7, 8)), toki.Held("snap 1", base),
+            toki.Held("slot 1", base + tokens(7, 9, 9)), toki.Held("slot 2", tokens()),
+            toki.Held("snap 2", base), toki.Held("slot 3", tokens(500))])
+        trunk, = [r for r in forest if r["tokens"] == 100]
+        self.assertEqual(trunk["holders"], ["snap 1", "snap 2"])
+        fork, = trunk["children"]
+        self.assertEqual((fork["from"], fork["tokens"], fork["holders"]), (100, 1, []))
+        self.assertEqual(sorted((r["from"], r["tokens"], r["holders"])
+                                for r in fork["children"]),
+                         [(101, 1, ["slot 0"]), (101, 2, ["slot 1"])])
+        self.assertEqual([r["holders"] for r in forest if r is not trunk], [["slot 3"]])
+
+    def test_against_pairwise_comparison(self):
+        "Thousands of random holders: paths add up, and forks stand where pairs part."
+        seed = random.randrange(1 << 30)
+        rnd = random.Random(seed)
+        for _ in range(400):
+            held = [toki.Held(str(i), tokens(*(rnd.randrange(2) << 24 | rnd.randrange(2)
+                                               for _ in range(rnd.randrange(9)))))
+                    for i in range(rnd.randrange(9))]
+            paths = {}
+
+            def walk(runs, above):
+                for run in runs:
+                    self.assertGreater(run["tokens"], 0, seed)
+                    self.assertEqual(run["from"], sum(r["tokens"] for r in above), seed)
+                    for name in run["holders"]:
+                        paths[name] = [*above, run]
+                    walk(run["children"], [*above, run])
+            walk(toki.prefix_forest(held), [])
+            self.assertEqual(set(paths), {h.name for h in held if h.tokens}, seed)
+            for a, b in itertools.combinations([h for h in held if h.tokens], 2):
+                both = sum(r["tokens"] for r, q in zip(paths[a.name], paths[b.name])
+                           if r is q)
+                self.assertEqual(both, toki.common_prefix(a.tokens, b.tokens), seed)
+                self.assertEqual(sum(r["tokens"] for r in paths[a.name]), len(a.tokens))
+
+
+class FeedRoom(Case):
+    def test_slow_listeners_are_told_that_they_missed_something(self):
+        feed = toki.Feed(toki.REAL.clock)
+        slow = feed.listen()
+        for i in range(600):
+            feed.post({"event": "x", "i": i})
+        events = slow.take(0)
+        self.assertEqual((events[0], events[1]["i"], len(events)),
+                         ({"event": "missed", "events": 88}, 88, 513))
+        feed.leave(slow)
+        feed.post({"event": "x"})
+        self.assertEqual(slow.take(0), [])
+
+    def test_events_of_an_ask_come_in_order_without_text(self):
+        d = self.daemon(self.fake(n_ctx=4096))
+        c = Client(d)
+        conn = http.client.HTTPConnection(c.host, c.port, timeout=20)
+        self.addCleanup(conn.close)
+        conn.request("GET", "/toki/events", headers={"Authorization": f"Bearer {c.token}"})
+        reply = conn.getresponse()
+        self.assertEqual(reply.getheader("Content-Type"),
+                         "text/event-stream; charset=utf-8")
+        c.chat("a very private word " * 30)
+        seen = []
+        while not seen or seen[-1]["event"] != "done":
+            line = reply.readline()
+            self.assertNotIn(b"private", line)
+            if line.startswith(b"data: "):
+                seen.append(json.loads(line[6:]))
+        self.assertEqual([e["event"] for e in seen if e["event"] != "prefill"],
+                         ["hello", "start", "settled", "done"])
+        start, done = seen[1], seen[-1]
+        self.assertEqual(start["prompt_tokens"], done["prompt_tokens"])
+        self.assertTrue([e for e in seen if e["event"] == "prefill"])
+        for field in ("queued_ms", "moved_ms", "ttft_ms", "total_ms", "slot"):
+            self.assertIn(field, done)
+        conn.close()
+        self.until(lambda: not d.keeper.feed._listeners, "the listener is forgotten")
+
+    def test_events_need_the_token(self):
+        self.assertEqual(Client(self.daemon(self.fake())).http(
+            "GET", "/toki/events")[0], 401)
+
+
+def colours(page):
+    "{name: (light, dark)} of the page's colour variables."
+    return dict((n, (a, b or a)) for n, a, b in re.findall(
+        r"--([a-z-]+): (?:light-dark\()?(#[0-9a-f]{6})(?:, (#[0-9a-f]{6})\))?;", page))
+
+
+def contrast(a, b):
+    "WCAG 2 contrast of two #rrggbb colours."
+    def light(colour):
+        parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4
+                   for x in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+    x, y = sorted((light(a), light(b)))
+    return (y + 0.05) / (x + 0.05)
+
+
+class Page(Case):
+    def test_nothing_outside_and_under_100_kb(self):
+        page = toki.PAGE.replace("http://www.w3.org/2000/svg", "")
+        self.assertEqual(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", page), [])
+        self.assertLess(len(toki.PAGE.encode()), 100 << 10)
+        self.assertEqual(re.findall(r"<link[^>]+rel=\"(?!icon)|<script[^>]+src|@import",
+                                    page), [])
+
+    def test_no_markup_is_made_of_text_and_no_code_stands_in_attributes(self):
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write",
+                     "eval(", "new Function", "DOMParser", "createContextualFragment"):
+            self.assertNotIn(word, toki.PAGE)
+        self.assertIsNone(re.search(r"<[^>]+\s(on\w+|style)=", toki.PAGE))
+
+    def test_every_id_used_exists_once(self):
+        made = re.findall(r'\sid="([\w-]+)"', toki.PAGE)
+        self.assertEqual(len(made), len(set(made)))
+        used = set(re.findall(r'\$\("([\w-]+)"\)', toki.PAGE))
+        used |= {i for ids in re.findall(
+            r'(?:for|aria-labelledby|aria-controls)="([^"]+)"', toki.PAGE)
+            for i in ids.split()}
+        used |= {"p-" + n for n in ("temperature", "top_p", "max_tokens", "seed")}
+        self.assertEqual({u for u in used if u != "p-"} - set(made), set())
+
+    def test_contrast_in_both_themes(self):
+        found = colours(toki.PAGE)
+        pairs = [(text, ground) for ground in ("paper", "card", "sunk") for text in (
+            "ink", "soft", "reuse", "compute", "move")]
+        pairs += [("on-accent", "reuse"), ("reuse", "reuse-wash"), ("soft", "reuse-wash"),
+                  ("compute", "compute-wash"), ("ink", "compute-wash")]
+        for text, ground in pairs:
+            for theme in (0, 1):
+                ratio = contrast(found[text][theme], found[ground][theme])
+                self.assertGreaterEqual(ratio, 4.5, (text, ground, theme))
+        for mark in ("edge", "decode"):      # borders and areas of a picture
+            for theme in (0, 1):
+                self.assertGreaterEqual(contrast(found[mark][theme],
+                                                 found["paper"][theme]), 3, mark)
+
+    def test_the_script_parses(self):
+        node = shutil.which("node")
+        if not node:
+            self.skipTest("no node")
+        path = os.path.join(self.folder(), "page.js")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(re.search(r"<script>(.*)</script>", toki.PAGE, re.S).group(1))
+        done = subprocess.run([node, "--check", path], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_headers_allow_only_what_the_page_carries(self):
+        headers = toki.page_headers(toki.PAGE)
+        policy = headers["Content-Security-Policy"]
+        script = re.search(r"<script>(.*)</script>", toki.PAGE, re.S).group(1)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for part in (f"script-src 'sha256-{digest}'", "default-src 'none'",
+                     "connect-src 'self'", "frame-ancestors 'none'"):
+            self.assertIn(part, policy)
+        self.assertNotIn("unsafe", policy)
+
+    def test_page_command_prints_it(self):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.assertEqual(toki.main(["page"]), 0)
+        self.assertEqual(out.getvalue().strip(), toki.PAGE.strip())
+
+    def test_routes_of_the_page(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        c = Client(d)
+        code, headers, body = c.http("GET", "/")
+        self.assertEqual((code, body.decode()), (200, toki.PAGE))
+        self.assertEqual(headers["content-type"], "text/html; charset=utf-8")
+        self.assertIn("content-security-policy", headers)
+        foreign = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+        self.assertEqual(c.http("GET", "/", headers=foreign)[0], 200)
+        self.assertEqual(c.http("GET", "/toki/state", headers=foreign)[0], 403)
+        self.assertEqual(c.http("GET", "/", headers={"Host": "evil.example"})[0], 403)
+
+    def test_diff_route(self):
+        c = Client(self.daemon(self.fake()))
+        self.table((("same", ("a b", "a b"), ("identical", None)),
+                    ("blanks", ("a b", "a  b"), ("whitespace", 2)),
+                    ("figures", ("it is 4", "it is 5"), ("substantive", 6)),
+                    ("none", ("one two", ""), ("substantive", 0))),
+                   lambda pair: tuple(c.json("POST", "/toki/diff", dict(zip(
+                       "ab", pair))).values()))
+        for body in ({}, {"a": "x"}, {"a": 1, "b": "x"}, []):
+            self.assertEqual(c.http("POST", "/toki/diff", body)[0], 400)
+        self.assertEqual(c.http("POST", "/toki/diff", {"a": "x" * (1 << 20), "b": "y"}
+                                )[0], 413)
+
+    def test_the_state_tells_who_shares_what(self):
+        fake = self.fake(n_ctx=4096)
+        c = Client(self.daemon(fake))
+        head = {"role": "system", "content": "the same head " * 80}
+        fake.hold("decode")                  # so that both need a slot of their own
+        asks = [threading.Thread(target=c.chat, args=([
+            head, {"role": "user", "content": text}],))
+            for text in ("one question", "another thing altogether")]
+        for ask in asks:
+            ask.start()
+        self.until(lambda: fake.frozen == 2, "both run")
+        state = c.json("GET", "/toki/state")
+        trunk, = state["forest"]
+        self.assertGreater(trunk["tokens"], 200)
+        self.assertEqual(sorted(n for run in trunk["children"] for n in run["holders"]),
+                         ["slot 0", "slot 1"])
+        fake.release()
+        for ask in asks:
+            ask.join()
+        self.assertNotIn("same head", json.dumps(state))
+
+    def test_bound_elsewhere_the_page_alone_is_open(self):
+        d = self.daemon(self.fake(), host="0.0.0.0", allow_plain="on", page=toki.PAGE)
+        c = Client(d)
+        self.assertEqual([c.http("GET", p)[0] for p in (
+            "/", "/toki/state", "/v1/models", "/toki/events")], [200, 401, 401, 401])
+
+
+def certificate(folder):
+    "A self-made certificate for localhost: (certificate, key) files."
+    if not shutil.which("openssl"):
+        missing("no openssl")
+    cert, key = os.path.join(folder, "cert.pem"), os.path.join(folder, "key.pem")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days",
+                    "2", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out",
+                    cert], check=True, capture_output=True)
+    return cert, key
+
+
+class Web(Case):
+    def front(self, daemon, tls=None, **settings):
+        config = toki.load_config(settings, {}).but(port=0)
+        server, url = toki.serve_web(config, daemon.where, toki.REAL, (
+            "127.0.0.1", daemon.server.server_port), toki.PAGE, tls)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        return server, url
+
+    def client(self, daemon, server):
+        c = Client(daemon)
+        c.port = server.server_port
+        return c
+
+    def test_every_kind_of_route_goes_through(self):
+        d = self.daemon(self.fake())
+        c = self.client(d, self.front(d)[0])
+        self.assertEqual(c.http("GET", "/")[2].decode(), toki.PAGE)
+        self.assertEqual(c.json("GET", "/toki/state")["schema"], 1)
+        self.assertEqual(c.stream("hello", 4)[-1], "[DONE]")
+        self.assertEqual(c.json("POST", "/v1/chat/completions", raw=b"{", status=400)
+                         ["error"]["type"], "invalid_request_error")
+        c.chat("x")
+        self.assertEqual(c.http("GET", "/toki/why/1")[0], 401)
+        auth = {"Authorization": f"Bearer {c.token}"}
+        self.assertEqual(c.json("GET", "/toki/why/1", headers=auth)["ask"], 1)
+        self.assertEqual(c.http("GET", "/toki/nothing")[0], 404)
+
+    def test_the_same_doorkeeping(self):
+        d = self.daemon(self.fake())
+        c = self.client(d, self.front(d)[0])
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"},
+                        {"Sec-Fetch-Site": "cross-site"}):
+            self.assertEqual(c.http("GET", "/toki/state", headers=headers)[0], 403)
+        own = {"Origin": f"http://127.0.0.1:{c.port}"}
+        self.assertEqual(c.http("GET", "/toki/state", headers=own)[0], 200)
+
+    def test_open_to_others_it_asks_for_the_token_on_every_route(self):
+        d = self.daemon(self.fake())
+        server, _ = self.front(d, host="0.0.0.0", allow_plain="on")
+        c = self.client(d, server)
+        auth = {"Authorization": f"Bearer {c.token}"}
+        self.assertEqual([c.http("GET", p)[0] for p in ("/", "/toki/state", "/v1/models")],
+                         [200, 401, 401])
+        self.assertEqual(c.http("GET", "/v1/models", headers=auth)[0], 200)
+        with self.assertRaises(toki.UsageError) as caught:
+            self.front(d, host="0.0.0.0")
+        self.assertIn("--tls-cert", caught.exception.hint)
+
+    def test_tls_streams_and_a_leaving_client_stops_the_engine(self):
+        import ssl
+        fake = self.fake(decode_ms=5)
+        d = self.daemon(fake)
+        cert, key = certificate(self.folder())
+        with open(cert) as a, open(key) as b:
+            both = os.path.join(self.folder(), "both.pem")
+            toki.REAL.disk.write(both, (a.read() + b.read()).encode())
+        server, url = self.front(d, toki.tls_context(both))
+        self.assertTrue(url.startswith("https://"))
+        context = ssl.create_default_context(cafile=cert)
+        raw = socket.create_connection(("127.0.0.1", server.server_port), 20)
+        conn = context.wrap_socket(raw, server_hostname="localhost")
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}],
+                           "stream": True, "max_tokens": 5000}).encode()
+        conn.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                     b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        data = b""
+        while data.count(b"data: ") < 3:
+            data += conn.recv(65536)
+        conn.close()
+        self.until(lambda: d.keeper.book.counters.cancelled == 1, "cancelled")
+        secure = http.client.HTTPSConnection("localhost", server.server_port,
+                                             context=context, timeout=20)
+        for _ in range(2):                   # and the connection is kept
+            secure.request("GET", "/toki/state")
+            self.assertEqual(json.loads(secure.getresponse().read())["schema"], 1)
+        secure.close()
+        with socket.create_connection(("127.0.0.1", server.server_port), 5) as plain:
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            self.assertNotIn(b"toki", plain.recv(4096))
+        for wrong in (key, os.path.join(self.folder(), "none.pem")):
+            with self.assertRaises(toki.UsageError):
+                toki.tls_context(wrong)
+
+    def test_without_a_daemon_it_says_what_to_do(self):
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err):
+            code = toki.main(["web", "--state-dir", self.folder(), "--url",
+                              "http://127.0.0.1:1"])
+        self.assertEqual(code, 3)
+        self.assertIn("toki up", err.getvalue())
+
+    def test_the_token_reaches_the_browser_through_an_owner_only_file(self):
+        opened, folder = [], self.folder()
+        where = toki.places({}, folder)
+        token = toki.local_token(toki.REAL, where)
+
+        class Proc(toki.Proc):
+            def browse(self, url):
+                opened.append(url)
+                return True
+
+        class Term(toki.Term):
+            def is_tty(self):
+                return True
+        edges = toki.REAL._replace(proc=Proc(), term=Term())
+        toki._show("http://127.0.0.1:7778/", where, edges, self.fail)
+        path = where.file("open.html")
+        self.assertNotIn(token, opened[0])
+        self.assertTrue(opened[0].startswith("file:///"))
+        with open(path) as f:
+            self.assertIn(f"http://127.0.0.1:7778/#token={token}", f.read())
+        if os.name != "nt":
+            self.assertEqual(os.stat(path).st_mode & 0o77, 0)
 
 
 class Commands(Case):
@@ -6602,7 +8422,8 @@ class ModelsCase(Case):
         class Disk(toki.Disk):
             def read_text(self, path):
                 if path == "/proc/meminfo":
-                    return f"MemAvailable: {outer.memory} kB\n"
+                    return "".join(f"{word}: {outer.memory} kB\n"
+                                   for word in ("MemTotal", "MemAvailable"))
                 return "" if path.startswith("/sys/") else super().read_text(path)
         self.edges = toki.REAL._replace(disk=Disk(), clock=self.clock,
                                         proc=FakeProc(env=self.env()))
@@ -6689,7 +8510,7 @@ class ModelsRoom(ModelsCase):
         for path, words in (
                 (F("a.gguf", gguf_bytes(general__type="adapter")), "an adapter"),
                 (F("b.gguf", gguf_bytes(general__type="mmproj")), "vision projector"),
-                (F("c.gguf", split_bytes(1, 3)), "calls itself part 2 of 3"),
+                (F("c.gguf", split_bytes(1, 3)), "a later part"),
                 (F("e.gguf", b"<!doctype html>" + b" " * 90), "web page"),
                 (F("f.gguf", gguf_bytes()[:60]), "f.gguf"),
                 (F("g.bin", b"no"), "no whole archive"),
@@ -6699,7 +8520,7 @@ class ModelsRoom(ModelsCase):
             with self.subTest(path):
                 self.assertIn(words, self.words(toki.TokiError, self.take, path))
         parts = [F(f"set/s-0000{n}-of-00002.gguf", split_bytes(0, 2)) for n in (1, 2)]
-        self.assertIn("calls itself part 1 of 2",
+        self.assertIn("is not part 2 of 2",
                       self.words(toki.BadModel, self.take, parts[0]))
         self.assertEqual(self.read().models, {})
         self.assertEqual(self.below(self.base + "/state"), [])
@@ -7002,7 +8823,7 @@ class PullRoom(ModelsCase):
         said = "\n".join(self.said)
         self.assertIn("Q4_K_M", said)
         self.assertIn("of 13; the usual middle", said)
-        self.assertIn("memory are free", said)
+        self.assertIn("memory may be used", said)
         self.assertIn("vision projector is there too: mmproj-F16.gguf", said)
         self.assertEqual(len(self.asked(self.hub, "cursor=")), 4)    # all pages, here
         before = len(self.hub.cdn.log)
@@ -8139,6 +9960,67 @@ class RealAlone(Real):
             self.assertEqual(os.stat(os.path.join(state, name)).st_mode & 0o077, 0, name)
 
 
+class RealMemory(Real):
+    "What the engine takes, against the plan, on every kind of model."
+
+    def report(self, name, slots, kv, full):
+        flags = ["-lv", "4", "--no-repack", "-ctk", kv, "-ctv", kv]
+        server = self.server(name, *flags, *["--swa-full"] * full, slots=slots, ctx=2048)
+        with open(server.output.name, encoding="utf-8", errors="replace") as f:
+            said = toki.read_engine_report(f)
+        with open(f"/proc/{server.process.pid}/status", encoding="utf-8") as f:
+            anonymous = int(re.search(r"RssAnon:\s+(\d+)", f.read())[1]) << 10
+        server.stop()
+        return said, anonymous
+
+    def test_kv_and_state_to_a_hundredth_of_a_mib(self):
+        if not os.path.exists("/proc/self/status"):
+            raise unittest.SkipTest("no /proc")
+        for i, name in enumerate((
+                "llama-dense", "llama-split", "openelm", "deci", "gemma3", "gemma4",
+                "gptoss", "deepseek2", "qwen35", "lfm2", "falconh1", "granite", "mamba2",
+                "rwkv7", "gemma3", "gptoss")):
+            facts = toki.model_facts(toki.REAL, tiny(name))
+            slots, full = (1, 4)[i % 2], facts.kind == "window" and i > 6
+            kv = "q8_0" if i % 3 == 0 and facts.q8_kv else "f16"
+            with self.subTest(name, slots=slots, kv=kv, full=full):
+                plan = toki.plan_memory(facts, toki.Memory(0, 0), toki.Wishes(
+                    2048, slots, kv, full, page_cache=False))
+                said, anonymous = self.report(name, slots, kv, full)
+                self.assertGreater(said.n, 2)
+                self.assertEqual(toki.plan_mismatches(plan, said), [])
+                self.assertAlmostEqual((plan.kv + plan.window) / (1 << 20),
+                                       said.kv / (1 << 20), delta=0.011)
+                self.assertAlmostEqual(plan.state / (1 << 20), said.state / (1 << 20),
+                                       delta=0.006)
+                took = anonymous + facts.weight_bytes
+                self.assertLess(abs(plan.total - plan.checkpoint_bytes - took),
+                                max(took // 20, 16 << 20))
+
+    def test_a_managed_engine_is_fitted_checked_and_remembered(self):
+        model = tiny("llama-dense")
+        plan = {"binary": real_engine(), "model": model}
+        needed = toki.plan_memory(
+            toki.model_facts(toki.REAL, model), toki.Memory(0, 0),
+            toki.Wishes(ctx=4096, slots=2)).total
+        with self.assertLogs(toki.log, "INFO") as logs:
+            d = self.daemon("http://127.0.0.1:1", plan=plan, threads=1,
+                            memory_gb=(needed + (3 << 20)) / 2 ** 30, certify="off")
+            self.until(lambda: toki.effective_shape(toki.REAL, d.where, model),
+                       "the effective shape")
+        shape = toki.effective_shape(toki.REAL, d.where, model)
+        entry = Client(d).json("GET", "/v1/models")["data"][0]
+        self.assertEqual(shape["ctx"], entry["context_length"])
+        self.assertEqual(shape["slots"], entry["meta"]["slots"])
+        self.assertLess(shape["ctx"] * shape["slots"], 4 * 16384)
+        said = "\n".join(logs.output)
+        for step in shape["steps"]:
+            self.assertIn(step, said)
+        self.assertTrue(shape["steps"])
+        self.assertNotIn("otherwise than planned", said)
+        self.assertGreater(len(d.process.first_words), 50)
+
+
 # ============================================================================
 # Running
 # ============================================================================
@@ -8298,6 +10180,367 @@ SUBSTANCE = (
      "\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u5df4\u9ece\u3002",
      "\u6211\u4eca\u5929\u65e9\u4e0a\u5403\u4e86\u9762\u5305\u3002"),
 )
+
+
+class Chromium:
+    "A headless browser, driven by chromedriver's HTTP interface; needs only urllib."
+
+    def __init__(self, width=1280, height=900, dark=False):
+        driver = shutil.which("chromedriver")
+        browser = shutil.which("chromium") or shutil.which("chromium-browser")
+        if not driver or not browser:
+            missing("no chromium and chromedriver: apt-get install chromium-driver")
+        port = toki.REAL.net.free_port()
+        self.folder = tempfile.mkdtemp(prefix="toki-chromium-")
+        self.base, self.path = f"http://127.0.0.1:{port}", ""
+        self.process = subprocess.Popen(
+            [driver, f"--port={port}"], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True)
+        end = time.monotonic() + 30
+        while not toki.REAL.net.port_taken("127.0.0.1", port):
+            assert time.monotonic() < end, "chromedriver does not start"
+            time.sleep(0.05)
+        options = {"binary": browser, "args": [
+            "--headless=new", "--no-sandbox", "--disable-dev-shm-usage",
+            f"--window-size={width},{height}", f"--user-data-dir={self.folder}"]}
+        self.path = "/session/" + self.ask("POST", "/session", {"capabilities": {
+            "alwaysMatch": {"browserName": "chrome", "acceptInsecureCerts": True,
+                            "goog:loggingPrefs": {"browser": "ALL"},
+                            "goog:chromeOptions": options}}})["sessionId"]
+
+    def ask(self, method, path, body=None):
+        conn = http.client.HTTPConnection(self.base[7:], timeout=120)
+        try:
+            conn.request(method, self.path + path, json.dumps(body) if body is not None
+                         else None, {"Content-Type": "application/json"})
+            value = json.loads(conn.getresponse().read())["value"]
+        finally:
+            conn.close()
+        if isinstance(value, dict) and "error" in value:
+            raise AssertionError(value["message"])
+        return value
+
+    def go(self, url):
+        self.ask("POST", "/url", {"url": url})
+
+    def js(self, script, *args):
+        return self.ask("POST", "/execute/sync", {"script": script, "args": list(args)})
+
+    def until(self, expression, seconds=60):
+        end = time.monotonic() + seconds
+        while not self.js("return " + expression):
+            assert time.monotonic() < end, (expression, self.errors(), self.js(
+                "return document.body.innerText.slice(0, 2000)"))
+            time.sleep(0.05)
+
+    def keys(self, *texts):
+        "Type as a person would; names of KEYS stand for keys."
+        presses = [self.KEYS[t]] if (t := texts[0]) in self.KEYS else list(t)
+        self.ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": [
+            {"type": kind, "value": key} for key in presses
+            for kind in ("keyDown", "keyUp")]}]})
+        if texts[1:]:
+            self.keys(*texts[1:])
+
+    KEYS = {"tab": "\ue004", "enter": "\ue007", "escape": "\ue00c", "right": "\ue014",
+            "left": "\ue012"}
+
+    def focus(self):
+        "The id, value or text of what has the focus."
+        return self.js("const e = document.activeElement; "
+                       "return e.id || e.value || e.textContent")
+
+    def cdp(self, command, **params):
+        return self.ask("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def errors(self):
+        return [e["message"] for e in self.ask("POST", "/se/log", {"type": "browser"})
+                if e["level"] == "SEVERE"]
+
+    def close(self):
+        with contextlib.suppress(Exception):
+            self.ask("DELETE", "")
+        toki.REAL.proc.stop(self.process, 5)
+        shutil.rmtree(self.folder, True)
+
+
+class RealPage(Case):
+    "The page in headless Chromium."
+
+    @classmethod
+    def setUpClass(cls):
+        cls.browser = Chromium()
+        cls.addClassCleanup(cls.browser.close)
+
+    def visit(self, daemon, token=True, url="", fragment=""):
+        b, c = self.browser, Client(daemon)
+        b.go("about:blank")
+        url = url or f"http://127.0.0.1:{c.port}/"
+        b.go(url + (f"#token={c.token}" if token else fragment))
+        b.js("localStorage.clear()")
+        if not token:
+            b.js("sessionStorage.clear()")
+            b.go("about:blank")
+            b.go(url + fragment)
+        b.until("document.getElementById('model').options.length")
+        b.errors()
+        return b
+
+    def say(self, b, text, mode="cached", **params):
+        b.js("location.hash = '#chat'; here.params = arguments[0]; setMode(arguments[1]); "
+             "route(); document.getElementById('box').focus()",
+             dict({"temperature": 0, "max_tokens": 12}, **params), mode)
+        b.keys(text, "enter")
+        b.until("!running && here.messages.length && "
+                "here.messages[here.messages.length - 1].role === 'assistant'")
+
+    def rig(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        return server, self.daemon(server, page=toki.PAGE)
+
+    def test_a_reply_grows_before_the_eyes(self):
+        d = self.daemon(self.fake(decode_ms=15), page=toki.PAGE)
+        b = self.visit(d)
+        self.assertEqual(b.js("return location.hash"), "#chat")      # the token is gone
+        b.js("window.seen = new Set(); new MutationObserver(() => { const p = "
+             "document.querySelector('.assistant .prose'); if (p) "
+             "seen.add(p.textContent.length); }).observe(document.getElementById("
+             "'messages'), {childList: true, subtree: true, characterData: true})")
+        self.say(b, "Tell me something", max_tokens=40)
+        self.assertGreater(b.js("return seen.size"), 5)
+        self.assertEqual(b.errors(), [])
+
+    def test_the_cache_line_has_the_engines_figures(self):
+        _, d = self.rig()
+        b = self.visit(d)
+        self.say(b, "Tell me something", max_tokens=300)
+        row = Client(d).json("GET", "/toki/state")["recent"][-1]
+        line = b.js("return document.querySelector('.cacheline').innerText")
+        for figure in (row["prompt_tokens"], row["reused_tokens"],
+                       row["computed_tokens"]):
+            self.assertIn(str(figure), line)
+        for word in ("first token", "whole turn", "cached", row["why"][:20]):
+            self.assertIn(word, line)
+        b.go("about:blank")
+        b.go(f"http://127.0.0.1:{Client(d).port}/")
+        b.until("document.querySelector('#list button')")
+        b.js("document.querySelector('#list button').click()")
+        b.until("document.querySelector('.cacheline')")
+        self.assertEqual(b.errors(), [])
+
+    def test_compare_shows_two_columns_with_the_engines_figures(self):
+        _, d = self.rig()
+        b = self.visit(d)
+        self.say(b, "Some words", "compare")
+        b.until("document.querySelector('.verdict')")
+        raw, cached = Client(d).json("GET", "/toki/state")["recent"][-2:]
+        self.assertEqual((raw["mode"], raw["reused_tokens"], cached["mode"]),
+                         ("raw", 0, "cached"))
+        self.assertGreater(cached["reused_tokens"], 0)
+        boxes = b.js("return [...document.querySelectorAll('.pair > section')].map("
+                     "(s) => [s.getBoundingClientRect().left, s.innerText])")
+        self.assertEqual(len(boxes), 2)
+        self.assertLess(boxes[0][0], boxes[1][0])
+        for (_, text), row in zip(boxes, (raw, cached)):
+            self.assertIn(f"{row['computed_tokens']} computed", text)
+        self.assertEqual(b.js("return document.querySelector('.verdict').dataset.class"),
+                         "identical")
+        self.assertEqual(b.js("return wordDiff('one two three', 'one 2 three')"),
+                         [["same", "one "], ["less", "two"], ["more", "2"],
+                          ["same", " three"]])
+        self.assertEqual(b.errors(), [])
+
+    def test_cache_view_draws_a_fork_and_says_why(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        c = Client(d)
+        head = {"role": "system", "content": "You are one of two agents. " * 60}
+        for text in ("Look for bugs in the parser. " * 40,
+                     "Write the release notes. " * 40):
+            c.chat([head, {"role": "user", "content": text}])
+        b = self.visit(d)
+        b.js("location.hash = '#cache'")
+        b.until("document.querySelector('#forest svg') && listening")
+        self.assertGreaterEqual(int(b.js("return document.querySelector('#forest svg')"
+                                         ".dataset.forks")), 1)
+        label = b.js("return document.querySelector('#forest svg').getAttribute("
+                     "'aria-label')")
+        self.assertRegex(label, r"\d{3} tokens shared by \d holders")
+        self.assertRegex(b.js("return document.getElementById('forest').innerText"),
+                         r"Slot \d\s+\d+ tokens")
+        b.js("window.n = state.shelf.snapshots.filter((x) => x.pinned).length; "
+             "[...document.querySelectorAll('#forest button')].find((x) => "
+             "x.textContent === 'Pin').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n")
+        b.js("document.getElementById('warm').click(); "
+             "document.getElementById('w-text').value = 'Warm words. '.repeat(60)")
+        b.js("document.querySelector('#warming .main').click()")
+        b.until("state && state.shelf.snapshots.filter((x) => x.pinned).length > n + 1")
+        changed = dict(head, content="twenty".join(head["content"].rsplit("two", 5)))
+        c.chat([changed, {"role": "user", "content": "Look for bugs in the parser."}])
+        b.until("document.querySelectorAll('#lanes rect[data-ask]').length > 4")
+        b.until("document.querySelectorAll('#asks tr').length === 3")
+        b.js("document.querySelector('#asks button').click()")
+        b.until("document.querySelector('#why .texts')")
+        self.assertEqual(b.js("return ['del', 'ins'].map((x) => document.querySelector("
+                              "'#why ' + x).textContent)"), ["two", "twenty"])
+        self.assertEqual(b.errors(), [])
+
+    def test_hostile_output_stays_text(self):
+        fake = self.fake(n_ctx=1 << 17)
+        d = self.daemon(fake, page=toki.PAGE)
+        b = self.visit(d)
+        long = "A" * 30000 + " " + "*_`[" * 3000
+        fake.speech = (
+            "<script>window.bad = 1</script><img src=x onerror='window.bad = 2'>\n\n"
+            "[click](javascript:window.bad=3) [data](data:text/html,<b>x) "
+            "![pixel](https://evil.example/p.png?q=1) [fine](https://example.org/a)\n\n"
+            "<svg onload=window.bad=4>\n\n```html\n<script>window.bad = 5</script>\n```\n\n"
+            f"| <iframe src=x> | b |\n|--|--|\n| `</style>` | c |\n\n{long}")
+        self.say(b, "go", max_tokens=100000)
+        self.assertEqual(b.js("return here.messages[1].text"), fake.speech)
+        self.assertIsNone(b.js("return window.bad ?? null"))
+        self.assertEqual(b.js("return document.querySelectorAll('.assistant script, "
+                              ".assistant img, .assistant iframe, .assistant .said svg"
+                              "').length"), 0)
+        links = b.js("return [...document.querySelectorAll('.assistant a')].map("
+                     "(a) => [a.href, a.rel])")
+        self.assertEqual([href for href, _ in links], [
+            "https://evil.example/p.png?q=1", "https://example.org/a"])
+        self.assertTrue(all("noopener" in rel for _, rel in links))
+        self.assertLessEqual(b.js("return document.documentElement.scrollWidth"),
+                             b.js("return innerWidth"))
+        self.assertEqual(b.errors(), [])
+        for code in ("document.body.innerHTML = '<p>'", "document.createElement("
+                     "'script').text = 'window.bad = 6'"):
+            with self.assertRaises(AssertionError) as caught:    # the second wall
+                b.js(code)
+            self.assertIn("Trusted", str(caught.exception))
+
+    def test_keyboard_alone(self):
+        fake = self.fake(decode_ms=30)
+        d = self.daemon(fake, page=toki.PAGE)
+        b = self.visit(d)
+        for _ in range(40):                  # the first stop leads to the message box
+            b.keys("tab")
+            if b.focus() == "skip":
+                break
+        b.keys("enter")
+        b.until("document.activeElement.id === 'box'")
+        b.keys("hello", "tab")
+        self.assertEqual(b.focus(), "cached")
+        b.keys("right", "right")
+        self.assertEqual(b.js("return mode()"), "compare")
+        b.keys("left", "left", "tab")
+        self.assertEqual(b.focus(), "send")
+        b.keys("enter")
+        b.until("running && here.messages[1].text.length > 5")
+        b.keys("escape")
+        b.until("!running")
+        self.assertTrue(b.js("return here.messages[1].stopped"))
+        self.until(lambda: d.keeper.book.counters.cancelled == 1, "cancelled")
+        fake.decode_ms = 0
+        b.js("document.activeElement.blur()")
+        b.keys("m")
+        b.until("!document.getElementById('cache').hidden")
+        b.keys("?")
+        b.until("document.getElementById('help').open")
+        b.keys("escape")
+        b.until("!document.getElementById('help').open")
+        b.keys("c")
+        b.until("!document.getElementById('chat').hidden")
+        reached = set()
+        for _ in range(40):
+            b.keys("tab")
+            reached.add(b.focus())
+        for name in ("Retry", "Edit", "Copy", "tune", "model", "new", "theme", "export",
+                     "import", "to-cache", "box", "send"):
+            self.assertIn(name, reached)
+        self.assertEqual(b.errors(), [])
+
+    def test_edit_and_retry(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "first words")
+        first = b.js("return here.messages[1].text")
+        b.js("[...document.querySelectorAll('button')].find((x) => "
+             "x.textContent === 'Edit').click()")
+        b.keys(" and more", "enter")
+        b.until("!running && here.messages[1]?.text.length > 3 && "
+                "here.messages[0].text.includes('more')")
+        self.assertEqual(b.js("return here.messages.length"), 2)
+        self.assertNotEqual(b.js("return here.messages[1].text"), first)
+        again = b.js("return here.messages[1].cache.ask")
+        b.js("[...document.querySelectorAll('button')].find((x) => "
+             "x.textContent === 'Retry').click()")
+        b.until(f"!running && here.messages[1]?.cache?.ask > {again}")
+        self.assertEqual(b.errors(), [])
+
+    def test_login_when_a_route_needs_it(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        c = Client(d)
+        c.chat("x")
+        b = self.visit(d, token=False, fragment="#cache")
+        b.until("!document.getElementById('locked').hidden")
+        b.js("document.getElementById('unlock').click()")
+        b.until("document.getElementById('login').open")
+        b.keys(c.token, "enter")
+        b.until("listening && document.getElementById('locked').hidden")
+        self.assertEqual(b.js("return sessionStorage.getItem('toki.token')"), c.token)
+        self.assertNotIn(c.token, b.js("return JSON.stringify(localStorage)"))
+
+    def test_over_tls_with_a_self_made_certificate(self):
+        d = self.daemon(self.fake())
+        server, url = toki.serve_web(
+            toki.load_config({}, {}).but(port=0), d.where, toki.REAL,
+            ("127.0.0.1", d.server.server_port), toki.PAGE,
+            toki.tls_context(*certificate(self.folder())))
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        b = self.visit(d, url=url)
+        self.assertTrue(b.js("return isSecureContext && location.protocol === 'https:'"))
+        self.say(b, "hello")
+        b.until("document.querySelector('.cacheline b')")
+        b.js("location.hash = '#cache'")
+        b.until("listening")
+        self.assertEqual(b.errors(), [])
+
+    def test_accessibility_tree(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "hello")
+        for view in ("#chat", "#cache"):
+            b.js("location.hash = arguments[0]", view)
+            b.until(f"!document.querySelector('{view}').hidden")
+            nodes = b.cdp("Accessibility.getFullAXTree")["nodes"]
+            roles = {}
+            for node in nodes:
+                if not node.get("ignored"):
+                    roles.setdefault(node["role"]["value"], []).append(
+                        node.get("name", {}).get("value", ""))
+            for role in ("button", "link", "textbox", "radio", "combobox", "image"):
+                self.assertNotIn("", roles.get(role, []), role)
+            self.assertEqual(len(roles["main"]), 1)
+            self.assertIn("Views", roles["navigation"])
+            self.assertEqual(roles["heading"][0], "toki")
+        self.assertIn("radio", {n["role"]["value"] for n in nodes} | {"radio"})
+
+    def test_narrow_and_wide_do_not_scroll_sideways(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        Client(d).chat("some words " * 50)
+        b = self.visit(d)
+        self.say(b, "hello", "compare")
+        self.addCleanup(b.cdp, "Emulation.clearDeviceMetricsOverride")
+        for width in (320, 390, 768, 1280, 2200):
+            b.cdp("Emulation.setDeviceMetricsOverride", width=width, height=800,
+                  deviceScaleFactor=1, mobile=width < 500)
+            for view in ("#chat", "#cache"):
+                b.js("location.hash = arguments[0]", view)
+                b.until(f"!document.querySelector('{view}').hidden")
+                self.assertLessEqual(b.js("return document.documentElement.scrollWidth"),
+                                     width, (width, view))
 
 
 class Divergence(Case):
@@ -12287,18 +14530,1001 @@ class Seam(Case):
         self.assertIn("retry-after", headers)
 
 
+# ============================================================================
+# FALLBACK
+# ============================================================================
+def call_of(call_id="c1", arguments='{"a":1}', name="f"):
+    return {"id": call_id, "type": "function",
+            "function": {"name": name, "arguments": arguments}}
+
+
+def tool_of(schema, name="f", **more):
+    return {"type": "function", "function": dict(
+        {"name": name, "description": "what it does", "parameters": schema}, **more)}
+
+
+def with_a(**inner):
+    return {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+
+
+def history(*short):
+    "('s', 'text') pairs: system, user, assistant, tool, developer; dicts as they are."
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer"}
+    return [m if isinstance(m, dict) else dict(
+        {"role": roles[m[0]], "content": m[1]},
+        **{"tool_call_id": "c1"} if m[0] == "t" else {}) for m in short]
+
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [call_of()]}
+BAD_SCHEMAS = (
+    # (name, part of a schema that b11434 refuses, the same without what it refuses)
+    ("unknown type", {"type": "any", "description": "d"}, {"description": "d"}),
+    ("no type known", {"type": ["any", "file"]}, {}),
+    ("one of two types", {"type": ["any", "string"]}, {"type": ["string"]}),
+    ("long minimum", {"type": "string", "minLength": 2001}, {"type": "string"}),
+    ("repeats in a pattern", {"type": "string", "pattern": "^a{5000}$"},
+     {"type": "string"}),
+    ("a count as text", {"type": "array", "minItems": "1"}, {"type": "array"}),
+    ("a count beyond 32 bits", {"type": "array", "maxItems": 2 ** 53 - 1},
+     {"type": "array"}),
+    ("a bound as text", {"type": "integer", "minimum": "0"}, {"type": "integer"}),
+    ("no branches", {"anyOf": [], "description": "d"}, {"description": "d"}),
+    ("no values", {"type": "string", "enum": []}, {"type": "string"}),
+    ("elsewhere", {"$ref": "https://example.com/x.json"}, {}),
+    ("the whole", {"$ref": "#"}, {}), ("nowhere", {"$ref": "#/$defs/nope"}, {}),
+    ("yes", True, {}), ("no", False, {}),
+    ("items yes", {"type": "array", "items": True}, {"type": "array", "items": {}}),
+    ("properties as a list", {"type": "object", "properties": []}, {"type": "object"}))
+GOOD_SCHEMAS = (
+    {"type": "string", "pattern": "abc"}, {"type": "string", "pattern": "^(?=a)abc$"},
+    {"type": "string", "pattern": "^\\d{1,10000}$"}, {"not": {}}, {}, {"type": None},
+    {"type": ["string", "null"]}, {"anyOf": [{"type": "string"}]},
+    {"type": "string", "maxLength": 100000}, {"type": "string", "minLength": 2000},
+    {"type": "array", "maxItems": 2147483647}, {"type": "string", "format": "foo"},
+    {"type": "string", "enum": ["x"] * 3000}, {"type": "object", "if": {}, "then": {}},
+    {"type": "object", "patternProperties": {"^x": {"type": "string"}}},
+    {"type": "object", "additionalProperties": {"type": "string"}},
+    {"type": "integer", "exclusiveMinimum": 0}, {"description": None})
+
+
+class Fallback(Case):
+    "Refusals as b11434 words them; the forms that are tried after them."
+
+    def test_what_kind_of_refusal_it_is(self):
+        rows = [
+            (400, PARSER + "JSON schema error at #: schema must be an object", "schema"),
+            (400, PARSER + "JSON schema conversion failed:\nInvalid pattern ^(a$: "
+             "unbalanced parentheses", "schema"),
+            (400, "Failed to initialize samplers: failed to parse grammar", "schema"),
+            (500, "Failed to parse tools: type must be string, but is null", "schema"),
+            (400, str(jinja_error("System role not supported")), "template"),
+            (500, "Failed to parse tool call arguments as JSON: syntax", "template"),
+            (400, "Cannot have 2 or more assistant messages at the end of the list.",
+             "template"),
+            (400, "request (9 tokens) exceeds the available context size (8 tokens)", ""),
+            (400, "'messages' is required", ""), (418, "odd", ""),
+            (503, "JSON schema error", "")]
+        for status, words, kind in rows:
+            with self.subTest(words[-50:]):
+                self.assertEqual(
+                    ["schema"] * toki.is_schema_refusal(status, words)
+                    + ["template"] * toki.is_template_refusal(status, words),
+                    [kind] if kind else [])
+        self.assertEqual(toki.refusal_words(str(jinja_error("It is no use."))),
+                         "It is no use.")
+
+    def test_only_what_is_refused_is_dropped(self):
+        for name, inner, expected in BAD_SCHEMAS:
+            with self.subTest(name):
+                schema = {"type": "object", "properties": {
+                    "a": inner, "pattern": {"type": "string", "pattern": "^x$"}},
+                    "required": ["a"], "description": "kept"}
+                before = json.dumps(schema)
+                got, dropped = toki.reduced_schema(schema, toki.MENDED)
+                self.assertEqual(got, {"type": "object", "properties": {
+                    "a": expected, "pattern": {"type": "string", "pattern": "^x$"}},
+                    "required": ["a"], "description": "kept"})
+                self.assertEqual(len(dropped), 1, dropped)
+                self.assertIn("#/properties/a", dropped[0])
+                self.assertEqual(json.dumps(schema), before)
+                self.assertEqual(toki.reduced_schema(got, toki.MENDED), (got, []))
+        for inner in GOOD_SCHEMAS:
+            with self.subTest(inner):
+                self.assertEqual(toki.reduced_schema(with_a(**inner), toki.MENDED),
+                                 (with_a(**inner), []))
+
+    def test_references_that_end_nowhere(self):
+        "A rule that begins with itself cannot be compiled; one that nests itself can."
+        def of(**defs):
+            return {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}},
+                    "$defs": defs}
+        tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/x"}}}
+        self.assertEqual(toki.reduced_schema(of(x=tree), toki.MENDED), (of(x=tree), []))
+        self.table((
+            ("itself", of(x={"$ref": "#/$defs/x"}), of(x={})),
+            ("in a ring", of(x={"$ref": "#/$defs/y"}, y={"$ref": "#/$defs/x"}),
+             of(x={}, y={})),
+            ("in a branch", of(x={"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}),
+             of(x={"anyOf": [{}, {"type": "null"}]}))),
+            lambda schema: toki.reduced_schema(schema, toki.MENDED)[0])
+
+    def test_all_that_any_build_refuses(self):
+        "F-18: names, descriptions, types, required and short enums stay."
+        schema = {"$schema": "x", "type": "object", "required": ["pattern"],
+                  "properties": {
+                      "pattern": {"type": "string", "pattern": "a", "format": "uri",
+                                  "minLength": 1, "maxLength": 9, "description": "p"},
+                      "not": {"not": {}, "type": "integer", "minimum": 0},
+                      "few": {"enum": ["a", "b"]}, "many": {"enum": list(range(501))},
+                      "one": {"anyOf": [{"type": "string"}], "description": "o"},
+                      "list": {"items": {"type": "number", "multipleOf": 2},
+                               "maxItems": 3},
+                      "nothing": {"description": None}}}
+        got, dropped = toki.reduced_schema(schema, toki.REDUCED)
+        self.assertEqual(got, {"type": "object", "required": ["pattern"], "properties": {
+            "pattern": {"type": "string", "description": "p"},
+            "not": {"type": "integer"}, "few": {"type": "string", "enum": ["a", "b"]},
+            "many": {}, "one": {"type": "string", "description": "o"},
+            "list": {"type": "array", "items": {"type": "number"}}, "nothing": {}}})
+        self.assertIn("pattern at #/properties/pattern", dropped)
+        deep = {"type": "string"}
+        for _ in range(300):
+            deep = {"type": "object", "properties": {"a": deep}}
+        self.assertIn("what is nested deeper",
+                      toki.reduced_schema(deep, toki.REDUCED)[1][0])
+        self.assertEqual(toki.reduced_schema(deep, toki.MENDED), (deep, []))
+
+    def test_only_the_refused_tool_takes_a_step_down(self):
+        bad, good = tool_of(with_a(type="any"), "bad"), tool_of(
+            {"type": "object", "properties": {"b": {"pattern": "^x$"}}}, "good")
+        refusal = PARSER + "JSON schema error at #/properties/a: unrecognized type any"
+        habits = toki.Habits()
+        self.assertEqual(habits.fit({"tools": [good, bad]}), ({"tools": [good, bad]}, []))
+        steps = []
+        while habits.climb({"tools": [good, bad]}, refusal):
+            body, words = habits.fit({"tools": [good, bad]})
+            self.assertEqual(body["tools"][0], good)
+            steps.append(body["tools"][1]["function"]["parameters"])
+            self.assertEqual(len(words), 1)
+            self.assertIn("tool bad", words[0])
+        self.assertEqual(steps, [with_a(), {"type": "object"}])
+        # Refused all the same: it goes out as it came, and is not tried again.
+        self.assertEqual(habits.fit({"tools": [bad]})[0], {"tools": [bad]})
+        self.assertFalse(habits.climb({"tools": [good, bad]}, refusal))
+        self.assertIn("tool bad", habits.schema_hint({"tools": [bad]}, refusal))
+        self.assertIn("#/properties/a", habits.schema_hint({"tools": [bad]}, refusal))
+
+    def test_a_tool_has_one_form_whatever_stands_beside_it(self):
+        habits, bad = toki.Habits(), tool_of(with_a(type="any"))
+        habits.climb({"tools": [bad]}, PARSER + "JSON schema error at #/properties/a: "
+                     "unrecognized type any")
+        alone = habits.fit({"tools": [bad]})[0]["tools"][0]
+        for others in ([tool_of({}, "x")], [tool_of({}, "x"), tool_of({}, "y")]):
+            self.assertEqual(habits.fit({"tools": others + [bad]})[0]["tools"],
+                             others + [alone])
+
+    def test_patterns_that_the_engine_calls_invalid(self):
+        habits = toki.Habits()
+        body = {"tools": [tool_of({"type": "object", "properties": {
+            "a": {"type": "string", "pattern": "^(a: b$"},
+            "b": {"type": "string", "pattern": "^[x$"},
+            "c": {"type": "string", "pattern": "^ok$"}}}), tool_of({}, "g")]}
+        self.assertTrue(habits.climb(body, PARSER + "JSON schema conversion failed:\n"
+                                     "Invalid pattern ^(a: b$: unbalanced parentheses\n"
+                                     "Invalid pattern ^[x$: unterminated character class"))
+        self.assertEqual(habits.fit(body)[0]["tools"][0]["function"]["parameters"][
+            "properties"], {"a": {"type": "string"}, "b": {"type": "string"},
+                            "c": {"type": "string", "pattern": "^ok$"}})
+
+    def test_a_promised_form_is_never_given_up(self):
+        schema = with_a(type="string", minLength=5000, pattern="^x+$")
+        for body in ({"response_format": {"type": "json_schema", "json_schema": {
+                "name": "n", "strict": True, "schema": schema}}},
+                {"response_format": {"type": "json_object", "schema": schema}},
+                {"json_schema": schema}):
+            habits, seen = toki.Habits(), []
+            while habits.climb(body, "failed to parse grammar"):
+                fit, words = habits.fit(body)
+                self.assertEqual(len(words), 1, words)
+                seen.append(json.dumps(fit))
+            with self.subTest(list(body)):
+                self.assertEqual(len(seen), 2)
+                self.assertEqual(json.loads(seen[0]), json.loads(
+                    json.dumps(body).replace(', "minLength": 5000', "")))
+                self.assertEqual(json.loads(seen[1]), json.loads(json.dumps(body).replace(
+                    ', "minLength": 5000, "pattern": "^x+$"', "")))
+                self.assertEqual(habits.fit(body), (body, []))
+        self.assertFalse(toki.Habits().climb({"grammar": "root ::= (", "json_schema": {
+            "pattern": "x"}}, "failed to parse grammar"))
+
+    def test_memory_is_bounded(self):
+        habits = toki.Habits()
+        for i in range(habits.MOST + 50):
+            habits.climb({"json_schema": {"type": f"t{i}"}}, "failed to parse grammar")
+        self.assertEqual(habits.rung({"type": "t0"}), toki.AS_SENT)
+        self.assertEqual(habits.rung({"type": f"t{habits.MOST + 49}"}), toki.MENDED)
+        self.assertLessEqual(len(habits._rungs), habits.MOST)
+
+    FORMS = (
+        ("text", history(("u", [{"type": "text", "text": "x"},
+                                {"type": "text", "text": "y"}]), ("t", None)),
+         history(("u", "x\ny"), ("t", ""))),
+        ("system", history(("d", "one"), ("s", "two"), ("u", "x"), ("s", "late")),
+         history(("s", "one\n\ntwo"), ("u", "x"),
+                 ("u", "<system-reminder>\nlate\n</system-reminder>"))),
+        ("no_system", history(("s", "be kind"), ("u", "x"), ("a", "y")),
+         history(("u", "be kind\n\nx"), ("a", "y"))),
+        ("no_system", history(("s", "be kind")), history(("u", "be kind"))),
+        ("no_system", history(("s", "be kind"), ("a", "y")),
+         history(("u", "be kind"), ("a", "y"))),
+        ("alternate", history(("s", "s"), ("u", "x"), ("u", "y"), ("a", "p"),
+                              dict(CALLING, content="q", reasoning_content="hm")),
+         history(("s", "s"), ("u", "x\n\ny"),
+                 dict(CALLING, content="p\n\nq", reasoning_content="hm"))),
+        ("alternate", history(("s", "s"), ("a", "x")), history(
+            ("s", "s"), ("u", "(the conversation goes on)"), ("a", "x"))),
+        ("alternate", history(("u", "x"), CALLING, ("t", "4"), CALLING, ("t", "5")),
+         history(("u", "x"), CALLING, ("t", "4"), CALLING, ("t", "5"))),
+        ("bridge", history(CALLING, ("t", "4"), ("t", "5"), ("u", "x")),
+         history(CALLING, ("t", "4"), ("t", "5"), ("a", "(noted)"), ("u", "x"))),
+        ("roles", history({"role": "function", "name": "f", "content": "4"},
+                          {"role": "critic", "content": "hm"}, ("u", "x")),
+         history(("u", "Result of f:\n\n4"), ("u", "critic:\n\nhm"), ("u", "x"))),
+        ("thoughts", history(dict(CALLING, content="x", reasoning_content="hm"),
+                             dict(CALLING, reasoning_content="kept")),
+         history(dict(CALLING, content="x"), dict(CALLING, reasoning_content="kept"))),
+        ("no_thoughts", history(dict(CALLING, reasoning_content="hm")),
+         history(CALLING)),
+        ("calls", history(("u", "x"), dict(CALLING, content="I look."), ("t", "4")),
+         history(("u", "x"), ("a", 'I look.\n\nI call f with {"a":1}'),
+                 ("u", "Result of f:\n\n4"))))
+
+    def test_each_form(self):
+        for name, given, expected in self.FORMS:
+            with self.subTest(name, given=given):
+                before = json.dumps(given)
+                got, words = toki.apply_forms(given, [name])
+                self.assertEqual(got, expected)
+                self.assertEqual(len(words), int(got != given))
+                self.assertEqual(json.dumps(given), before)
+                self.assertEqual(toki.apply_forms(got, [name]), (got, []))
+
+    def test_arguments_become_objects_word_for_word(self):
+        for given, expected in (
+                ('{"a": 1}', '{"a": 1}'), ({"a": 1}, {"a": 1}), ("", "{}"), (None, "{}"),
+                ('{"a":1}{"b":2}', '{"text":"{\\"a\\":1}{\\"b\\":2}"}'),
+                ("[1]", '{"value":[1]}'), ('"x"', '{"value":"x"}')):
+            with self.subTest(given):
+                m = toki.apply_forms([{"role": "assistant", "content": "", "tool_calls": [
+                    call_of(arguments=given)]}], ["args"])[0][0]
+                self.assertEqual(m["tool_calls"][0]["function"]["arguments"], expected)
+
+    def test_short_ids_keep_calls_and_results_together(self):
+        got = toki.apply_forms(history(
+            dict(CALLING, tool_calls=[call_of("call_very_long"), call_of("abcDEF123")]),
+            dict(history(("t", "4"))[0], tool_call_id="call_very_long"),
+            dict(history(("t", "5"))[0], tool_call_id="abcDEF123")), ["ids"])[0]
+        ids = [c["id"] for c in got[0]["tool_calls"]]
+        self.assertEqual([m["tool_call_id"] for m in got[1:]], ids)
+        self.assertRegex(ids[0], "^[A-Za-z0-9]{9}$")
+        self.assertEqual(ids[1], "abcDEF123")
+
+    def test_forms_look_only_backwards_and_lose_no_text(self):
+        rng = random.Random(5)
+        for trial in range(300):
+            messages, n = [], 0
+            for i in range(rng.randint(1, 9)):
+                kind = rng.choice("ssduuaaact")
+                n += 1
+                messages += history(dict(CALLING, content=f"w{n}", tool_calls=[
+                    call_of(f"c{n}", rng.choice(['{"a":1}', "", "x"]), f"w{n}f")]),
+                    {"role": "tool", "tool_call_id": f"c{n}", "content": f"w{n}r"}) \
+                    if kind in "ct" else history((kind, f"w{n}"))
+            forms = rng.sample(sorted(toki.apply_forms.__globals__["_FORMS"]),
+                               rng.randint(1, 11))
+            with self.subTest(trial, forms=forms, messages=messages):
+                whole = toki.apply_forms(messages, forms)[0]
+                text = json.dumps(whole)
+                for word in re.findall(r"w\d+[fr]?", json.dumps(messages)):
+                    self.assertIn(word, text)
+                self.assertEqual(toki.apply_forms(whole, forms)[0], whole)
+                # Only the last message of an earlier turn may still grow.
+                users = [i for i, m in enumerate(messages) if m["role"] == "assistant"
+                         and not m.get("tool_calls")]
+                for end in users:
+                    part = toki.apply_forms(messages[:end], forms)[0]
+                    n = max(0, len(part) - 1)
+                    self.assertEqual(whole[:n], part[:n])
+
+    def test_the_nearest_form_comes_first(self):
+        def first(messages, words, known=()):
+            return [sorted(f) for f in toki.nearer_forms(messages, words, known)][0]
+        twice = history(("s", "one"), ("s", "two"), ("u", "x"), ("u", "y"))
+        self.assertEqual(first(twice, str(jinja_error("roles must alternate"))),
+                         ["alternate"])
+        self.assertEqual(first(twice, str(jinja_error("System message must be first"))),
+                         ["system"])
+        self.assertEqual(first(twice, "?", ["system"]), ["alternate", "system"])
+        self.assertEqual(list(toki.nearer_forms(history(("u", "x")), "?")), [])
+        tried = list(toki.nearer_messages(twice, "?"))
+        self.assertEqual(len(tried), len({json.dumps(m) for m, _ in tried}))
+        self.assertLessEqual(len(tried), 12)
+        self.assertTrue(all(words for _, words in tried))
+
+    def test_system_texts_that_a_template_left_out(self):
+        late = history(("s", "be kind"), ("u", "x"), ("s", "  be brief\nalways"))
+        self.assertFalse(toki.lost_system(late, "be kind x be brief"))
+        self.assertTrue(toki.lost_system(late, "be kind x"))
+        self.assertFalse(toki.lost_system(history(("s", ""), ("u", "x")), ""))
+
+
+class FallbackRoute(Case):
+    "A client never sees a refusal after which another form was taken."
+
+    def sent(self, fake):
+        "Count the asks that reach the engine's chat route, with their bodies."
+        bodies = []
+        fake.inject(lambda path, body: bodies.append(body) and None
+                    if path == "/v1/chat/completions" else None)
+        return bodies
+
+    def test_a_refused_tool_is_sent_reduced_at_once_from_then_on(self):
+        "F-18: early and late refusals; streamed or not; another tool stays as it is."
+        good = tool_of(with_a(type="string", pattern="^x$"), "good")
+        for name, tool, n_sent in (
+                ("type", tool_of(with_a(type="any")), 1),
+                ("pattern", tool_of(with_a(type="string", pattern="^(a$")), 1),
+                ("length", tool_of(with_a(type="string", minLength=5000)), 2),
+                ("description", tool_of(with_a(type="string"), description=None), 1)):
+            fake = self.fake()
+            c, sent, tools = Client(self.daemon(fake)), self.sent(fake), [good, tool]
+            with self.subTest(name):
+                first = c.chat("hello", tools=tools)
+                self.assertEqual(len(sent), n_sent)
+                self.assertEqual(len(first["cache"]["steadied"]), 1)
+                self.assertIn("tool f", first["cache"]["steadied"][0])
+                again = c.chat("hello", tools=tools)
+                self.assertEqual(again["cache"]["steadied"], first["cache"]["steadied"])
+                self.assertEqual(again["cache"]["computed_tokens"], 1)
+                events = c.stream("hello", tools=tools)
+                self.assertEqual(events[-2]["cache"]["steadied"],
+                                 first["cache"]["steadied"])
+                self.assertEqual(len(sent), n_sent + 2)
+                self.assertEqual({json.dumps(b["tools"]) for b in sent[n_sent - 1:]},
+                                 {json.dumps(sent[-1]["tools"])})
+                self.assertEqual(sent[-1]["tools"][0], good)
+                self.assertEqual(sent[-1]["tools"][1]["function"]["parameters"]["required"],
+                                 ["a"])
+
+    def test_a_healthy_schema_is_never_touched(self):
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        tools = [tool_of(with_a(**inner), f"f{i}") for i, inner in enumerate(GOOD_SCHEMAS)
+                 if len(str(inner)) < 200]
+        self.assertEqual(c.chat("x", tools=tools)["cache"]["steadied"], [])
+        self.assertEqual(sent[0]["tools"], tools)
+
+    def test_a_reply_format_loses_only_what_is_refused(self):
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True,
+                "schema": with_a(type="string", minLength=5000, description="d")}}
+        said = c.chat("x", response_format=form)["cache"]["steadied"]
+        self.assertEqual(said, ["schema of response_format: without minLength 5000 at "
+                                "#/properties/a"])
+        self.assertEqual(sent[-1]["response_format"]["json_schema"]["schema"],
+                         with_a(type="string", description="d"))
+
+    def test_what_no_form_helps_is_a_400_that_names_the_schema(self):
+        fake = self.fake()
+        words = PARSER + "JSON schema error at #/properties/a: I do not like it"
+        fake.inject(lambda path, body: (400, {"error": {
+            "code": 400, "message": words, "type": "invalid_request_error"}})
+            if path in ("/apply-template", "/v1/chat/completions") else None)
+        c = Client(self.daemon(fake))
+        tools = [tool_of(with_a(type="string"), "kind"), tool_of({"type": "object"}, "no")]
+        for stream in (False, True, False):
+            error = c.chat("x", 8, 400, tools=tools, stream=stream)["error"]
+            self.assertEqual(error["type"], "invalid_request_error")
+            self.assertTrue(error["message"].startswith(words), error)
+            self.assertIn("tool kind at #/properties/a", error["message"])
+        fake.inject(None)
+        self.assertEqual(c.chat("x", tools=tools)["cache"]["steadied"], [])
+
+    def test_the_clients_own_grammar_is_the_clients(self):
+        c = Client(self.daemon(self.fake()))
+        error = c.chat("x", 8, 400, grammar="root ::= (")["error"]
+        self.assertIn("failed to parse grammar (mend the grammar", error["message"])
+
+    HISTORIES = (
+        ("developer", history(("d", "be kind"), ("u", "x"))),
+        ("systems", history(("s", "be kind"), ("d", "be brief"), ("u", "x"))),
+        ("user, user", history(("s", "s"), ("u", "x"), ("u", "y"))),
+        ("assistant, assistant", history(("u", "x"), ("a", "p"), ("a", "q"), ("u", "y"))),
+        ("late system", history(("s", "s"), ("u", "x"), ("a", "p"), ("s", "t"), ("u", "y"))),
+        ("last system", history(("u", "x"), ("a", "p"), ("u", "y"), ("s", "t"))),
+        ("assistant first", history(("a", "p"), ("u", "x"))),
+        ("a call", history(("u", "x"), CALLING, ("t", "4"))),
+        ("result and user", history(("u", "x"), CALLING, ("t", "4"), ("u", "y"))),
+        ("results", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(), call_of("c2")]), ("t", "4"),
+            {"role": "tool", "tool_call_id": "c2", "content": "5"}, ("u", "y"))),
+        ("two objects", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(arguments='{"a":1}{"b":2}')]), ("t", "4"))),
+        ("no arguments", history(("u", "x"), dict(CALLING, tool_calls=[
+            call_of(arguments="")]), ("t", "4"))),
+        ("all three", history(("u", "x"), dict(
+            CALLING, content="I look.", reasoning_content="hm"), ("t", "4"))),
+        ("function", history(("u", "x"), {"role": "function", "name": "f",
+                                          "content": "4"})))
+
+    def test_every_template_takes_every_history(self):
+        """F-03, F-05, F-06, F-07, F-08: one ask reaches the engine; nothing that was
+        said is lost; the next turn goes on in its slot."""
+        for template in ("", "mistral", "gemma", "first", "plain", "deaf"):
+            fake = self.fake(template=template)
+            d = self.daemon(fake)
+            c, sent = Client(d), self.sent(fake)
+            for name, messages in self.HISTORIES:
+                with self.subTest(template, history=name):
+                    del sent[:]
+                    reply = c.chat(messages)
+                    self.assertEqual(len(sent), 1)
+                    told = json.dumps(sent[0]["messages"])
+                    for m in messages:
+                        self.assertIn(json.dumps(m["content"])[1:-1], told)
+                    if template == "":
+                        self.assertFalse([w for w in reply["cache"]["steadied"]
+                                          if "template" in w])
+                    more = messages + [{"role": "assistant", "content": reply["choices"][
+                        0]["message"]["content"]}, {"role": "user", "content": "go on"}]
+                    cache = c.chat(more)["cache"]
+                    self.assertLess(cache["computed_tokens"], 45, cache)
+            self.assertLess(d.keeper.book.counters.template_calls, 120)
+
+    def test_what_is_learned_is_applied_at_once_and_said(self):
+        "F-07: no second try; the same history becomes the same messages."
+        fake = self.fake(template="gemma")
+        d = self.daemon(fake)
+        c, sent = Client(d), self.sent(fake)
+        late = history(("s", "s"), ("u", "x"), ("a", "p"), ("s", "t"), ("u", "y"))
+        said = c.chat(late)["cache"]["steadied"]
+        self.assertEqual(said, ["template: one system message in front, later ones as "
+                                "reminders", "template: neighbours of one role merged"])
+        calls = d.keeper.book.counters.template_calls
+        self.assertEqual(c.chat(late)["cache"]["steadied"], said)
+        self.assertEqual(d.keeper.book.counters.template_calls, calls + 1)
+        self.assertEqual(sent[0]["messages"], sent[1]["messages"])
+        # What the template takes as it is stays as it is.
+        plain = history(("u", "x"), ("a", "p"), ("u", "y"))
+        self.assertEqual(c.chat(plain)["cache"]["steadied"], [])
+        self.assertEqual(sent[-1]["messages"], plain)
+
+    def test_a_template_that_leaves_texts_out_is_noticed(self):
+        "F-06: lenient ones drop the instructions without a word."
+        fake = self.fake(template="deaf")
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        c.chat(history(("s", "one"), ("s", "two"), ("u", "x"), ("a", "y"), ("d", "late"),
+                       ("u", "z")))
+        self.assertEqual([m["content"] for m in sent[0]["messages"]], [
+            "one\n\ntwo", "x", "y", "<system-reminder>\nlate\n</system-reminder>", "z"])
+
+    def test_a_template_that_nothing_helps(self):
+        "It goes as it is where a text is only left out, and is a 400 where it is refused."
+        fake = self.fake()
+        fake.inject(lambda path, body: (200, {"prompt": "<|im_start|>"})
+                    if path == "/apply-template" else None)
+        d = self.daemon(fake)
+        c, messages = Client(d), history(("s", "unheard"), ("u", "x"))
+        for _ in range(2):
+            calls = d.keeper.book.counters.template_calls
+            self.assertEqual(c.chat(messages)["cache"]["steadied"], [])
+        self.assertEqual(d.keeper.book.counters.template_calls, calls + 1)
+        refusal = jinja_error("I take nothing.")
+        fake.inject(lambda path, body: (500, dict(refusal.body))
+                    if path == "/apply-template" else None)
+        error = c.chat(messages, 8, 400)["error"]
+        self.assertEqual(error["type"], "invalid_request_error")
+        self.assertIn("takes no such history: I take nothing.", error["message"])
+
+    def test_other_dialects_and_counts(self):
+        fake = self.fake(template="gemma")
+        d = self.daemon(fake)
+        c, key = Client(d), {"x-api-key": Client(d).token}
+        tools = [{"name": "f", "description": "d", "input_schema": with_a(type="any")}]
+        body = {"model": "m", "max_tokens": 4, "system": "s", "tools": tools, "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1",
+                                          "content": "4"}]}]}
+        counted = c.json("POST", "/v1/messages/count_tokens", body, headers=key)
+        reply = c.json("POST", "/v1/messages", body, headers=key)
+        self.assertEqual(counted["input_tokens"], reply["cache"]["prompt_tokens"])
+        self.assertEqual([w for w in reply["cache"]["steadied"] if " " in w], [
+            "template: calls and results told as text",
+            'schema of tool f: without type "any" at #/properties/a'])
+        said = c.json("POST", "/v1/responses", {"model": "m", "max_output_tokens": 4,
+                      "input": [{"role": "user", "content": "x"},
+                                {"type": "function_call", "call_id": "c", "name": "f",
+                                 "arguments": "{}"},
+                                {"type": "function_call_output", "call_id": "c",
+                                 "output": "4"}]})
+        self.assertEqual(said["incomplete_details"], {"reason": "max_output_tokens"})
+
+    def test_a_named_tool_is_the_only_one_and_required(self):
+        "An object as `tool_choice` is read as `auto` by llama-server."
+        fake = self.fake()
+        c, sent = Client(self.daemon(fake)), self.sent(fake)
+        tools = [tool_of({"type": "object"}, "f"), tool_of({"type": "object"}, "g")]
+        reply = c.chat("x", tools=tools, max_tokens=60,
+                       tool_choice={"type": "function", "function": {"name": "g"}})
+        self.assertEqual((sent[0]["tools"], sent[0]["tool_choice"]),
+                         (tools[1:], "required"))
+        self.assertEqual(reply["choices"][0]["message"]["tool_calls"][0]["function"][
+            "name"], "g")
+        self.assertIn("only g is offered", reply["cache"]["steadied"][0])
+        for choice in ({"type": "function", "function": {"name": "h"}},
+                       {"type": "odd"}, {"type": "function", "function": "g"}):
+            self.assertEqual(c.chat("x", 8, 400, tools=tools, tool_choice=choice)[
+                "error"]["param"], "tool_choice")
+        for choice in ("auto", "none", "required", None):
+            c.chat("x", tools=tools, tool_choice=choice)
+            self.assertEqual(sent[-1]["tools"], tools)
+
+
+ROLE = "{{- '<|im_start|>' + m.role + '\\n' }}"
+CALLS = ("{%- for c in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{\"name\": \"' + "
+         "c.function.name + '\", \"arguments\": ' }}{{- c.function.arguments | tojson }}"
+         "{{- '}\\n</tool_call>' }}{%- endfor %}")
+END = ("{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}"
+       "{{- '<|im_start|>assistant\\n' }}{%- endif %}")
+TOOL_LIST = ("{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}{%- for t in tools"
+         " %}{{- '\\n' }}{{- t | tojson }}{%- endfor %}{{- '\\n</tools>\\nAnswer with "
+         "<tool_call>\\n{\"name\": ..., \"arguments\": ...}\\n</tool_call>.<|im_end|>\\n' }}"
+         "{%- endif %}")
+TEMPLATES = {
+    "tools": TOOL_LIST + "{%- for m in messages %}" + ROLE + "{{- m.content or '' }}" + CALLS
+    + END,
+    "turns": "{%- set ns = namespace(n=0) %}{%- for m in messages %}{%- if m.role == "
+    "'system' and not loop.first %}{{- raise_exception('Only a first system message is "
+    "taken') }}{%- endif %}{%- if not (m.role in ['tool', 'system'] or m.tool_calls) %}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must "
+    "alternate user/assistant') }}{%- endif %}{%- set ns.n = ns.n + 1 %}{%- endif %}"
+    "{%- for c in m.tool_calls or [] %}{%- if c.id | length != 9 %}{{- raise_exception("
+    "'Tool call IDs have a length of 9') }}{%- endif %}{%- endfor %}" + ROLE
+    + "{{- m.content or '' }}" + CALLS + END,
+    "two roles": "{%- if messages[0].role == 'system' %}{{- raise_exception('no system "
+    "role here') }}{%- endif %}{%- for m in messages %}{%- if (m.role == 'user') != "
+    "(loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    + ROLE + "{{- m.content | trim }}" + END,
+    "system first": "{%- for m in messages %}{%- if m.role == 'system' and not loop.first "
+    "%}{{- raise_exception('a system message comes first') }}{%- endif %}{%- if m.role "
+    "not in ['system', 'user', 'assistant', 'tool'] %}{{- raise_exception('unknown role')"
+    " }}{%- endif %}{%- if m.reasoning_content and m.content and m.tool_calls %}{{- "
+    "raise_exception('content and thinking cannot both be passed') }}{%- endif %}" + ROLE
+    + "{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}"
+    "{%- endif %}{{- m.content or '' }}" + CALLS + END,
+    "no tools": "{%- for m in messages %}{%- if m.role not in ['system', 'user', "
+    "'assistant'] %}{{- raise_exception('unknown role ' + m.role) }}{%- endif %}" + ROLE
+    + "{{- m.content }}" + END,
+    "deaf": "{%- for m in messages %}{%- if m.role != 'system' or loop.first %}" + ROLE
+    + "{{- m.content or '' }}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"}
+
+
+class RealFallback(Real):
+    "What llama-server really refuses, and that it takes what is sent instead."
+
+    def strict(self, name):
+        path = os.path.join(self.folder(), "template.jinja")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(TEMPLATES[name])
+        server, d, c = self.rig("llama-dense", "--jinja", "--chat-template-file", path)
+        sent, really = [], d.engine.open
+
+        def opened(path, body):
+            sent.append(json.loads(body))
+            return really(path, body)
+        d.engine.open = opened
+        return server, c, sent
+
+    def test_every_template_takes_every_history(self):
+        "F-03, F-06, F-07, F-08 with templates in the manner of models that refuse."
+        refused = set()
+        for name in TEMPLATES:
+            server, c, sent = self.strict(name)
+            for story, messages in FallbackRoute.HISTORIES:
+                with self.subTest(name, history=story):
+                    status, _ = toki.Engine(server.url).call(
+                        "POST", "/apply-template", {"messages": messages})
+                    refused |= {name} if status != 200 else set()
+                    del sent[:]
+                    reply = c.chat(messages)
+                    self.assertEqual(len(sent), 1)
+                    more = messages + [
+                        {"role": "assistant", "content": reply["choices"][0]["message"][
+                            "content"]}, {"role": "user", "content": "go on"}]
+                    start = server.metrics()["prompt_tokens_total"]
+                    c.chat(more)
+                    self.assertLess(server.metrics()["prompt_tokens_total"] - start, 80)
+                    told = json.dumps(sent[1]["messages"])
+                    for m in more:
+                        self.assertIn(json.dumps(m["content"])[1:-1], told)
+        self.assertEqual(refused, set(TEMPLATES) - {"deaf"})
+
+    def test_refused_schemas_in_tools_and_replies(self):
+        "F-18: what b11434 refuses is taken without it; what it takes stays untouched."
+        server, c, sent = self.strict("tools")
+        direct = toki.Engine(server.url)
+        forms = ((lambda schema: {"tools": [tool_of(with_a(type="string"), "good"),
+                                            tool_of(schema)]}),
+                 (lambda schema: {"response_format": {
+                     "type": "json_schema", "json_schema": {"name": "n",
+                                                            "schema": schema}}}))
+        rows = [(name, inner, True) for name, inner, _ in BAD_SCHEMAS]
+        rows += [(str(inner)[:40], inner, False) for inner in GOOD_SCHEMAS
+                 if len(str(inner)) < 200]
+        rows += [("itself", {"$ref": "#/properties/a"}, True)]
+        for name, inner, bad in rows:
+            for form in forms:
+                body = form({"type": "object", "properties": {"a": inner}})
+                with self.subTest(name, body=list(body)):
+                    status, _ = direct.call("POST", "/v1/chat/completions", dict(
+                        body, max_tokens=1, messages=[{"role": "user", "content": "x"}]))
+                    self.assertEqual(status != 200, bad)
+                    said = c.chat("x", 4, **body)["cache"]["steadied"]
+                    self.assertEqual(len(said), int(bad), said)
+                    del sent[:]
+                    self.assertEqual(c.chat("x", 4, **body)["cache"]["steadied"], said)
+                    self.assertEqual(len(sent), 1)
+
+    def test_twenty_turns_with_a_refused_tool_compute_only_what_is_new(self):
+        "The form does not change from turn to turn, so each turn goes on in its slot."
+        server, c, sent = self.strict("tools")
+        tools = [tool_of(with_a(type="any"), "f"), tool_of(with_a(
+            type="string", minLength=5000, pattern="^(a$"), "g")]
+        messages, start = history(("s", say(1, 200))), 0
+        for n in range(20):
+            messages += history(("u", f"{n} " + say(n, 20)))
+            reply = c.chat(messages, 8, tools=tools)
+            messages.append(reply["choices"][0]["message"])
+            self.assertEqual(len(reply["cache"]["steadied"]), 2)
+            if n:
+                self.assertLess(reply["cache"]["computed_tokens"], 120)
+        self.assertEqual(len({json.dumps(b["tools"]) for b in sent[2:]}), 1)
+        self.assertLessEqual(len(sent), 22)
+
+
+# ============================================================================
+# FIELD REPORTS - public failures of other servers, and the tests that keep them out
+# ============================================================================
+# Of the kinds protocol, streaming, routing, routing/kv and launcher.
+REPORTS = {
+    "F-01": "Wire.test_calls_are_joined_by_index_alone "
+            "FromChat.test_calls_interleaved_by_index "
+            "OutputsRoom.test_mixed_calls_come_one_after_the_other",
+    "F-02": "Wire.test_first_piece_of_a_call_is_a_header "
+            "OutputsRoom.test_calls_from_odd_backends",
+    "F-03": "FieldReports.test_calls_with_one_index_are_told_apart "
+            "FallbackRoute.test_every_template_takes_every_history "
+            "FromChat.test_call_ids_missing_or_repeated "
+            "OutputsRoom.test_calls_from_odd_backends",
+    "F-04": "GatewayRoom.test_stream_shape",
+    "F-05": "FieldReports.test_a_call_without_text_has_one_form "
+            "Wire.test_bad_bodies_name_the_parameter",
+    "F-06": "FallbackRoute.test_every_template_takes_every_history "
+            "FallbackRoute.test_a_template_that_leaves_texts_out_is_noticed "
+            "ResponsesRoom.test_instructions_and_leading_developers_are_one_system_message"
+            " RealFallback.test_every_template_takes_every_history",
+    "F-07": "FallbackRoute.test_what_is_learned_is_applied_at_once_and_said "
+            "Fallback.test_forms_look_only_backwards_and_lose_no_text "
+            "RealFallback.test_every_template_takes_every_history",
+    "F-08": "Fallback.test_each_form "
+            "FallbackRoute.test_every_template_takes_every_history "
+            "RealFallback.test_every_template_takes_every_history",
+    "F-09": "RecallRoom.test_a_lossy_copy_is_put_right "
+            "Replay.test_lossy_copies_are_put_right",
+    "F-10": "GatewayRoom.test_stream_shape FieldReports.test_usage_by_what_was_asked",
+    "F-11": "FieldReports.test_log_probabilities "
+            "FieldReports.test_log_probabilities_of_texts Wire.test_bad_bodies_name_the_parameter",
+    "F-12": "GatewayRoom.test_stops_tools_and_text_completions "
+            "FromChat.test_stop_reasons "
+            "Wire.test_output_limit_newer_name_wins_and_empty_stops_vanish",
+    "F-13": "FieldReports.test_text_held_back_for_a_stop_is_neither_lost_nor_doubled",
+    "F-14": "Wire.test_output_limit_newer_name_wins_and_empty_stops_vanish "
+            "FieldReports.test_output_limits_in_every_dialect "
+            "OutputsRoom.test_the_limit_is_told_only_to_whom_set_it",
+    "F-15": "Wire.test_events_split_anywhere "
+            "GatewayRoom.test_characters_survive_byte_boundaries",
+    "F-16": "GatewayRoom.test_overflow_is_refused_before_anything_starts "
+            "FromChat.test_the_words_by_which_agents_compact "
+            "OutputsRoom.test_failures_in_band",
+    "F-17": "FieldReports.test_a_full_context_ends_the_reply",
+    "F-18": "Fallback.test_only_what_is_refused_is_dropped "
+            "Fallback.test_all_that_any_build_refuses "
+            "FallbackRoute.test_a_refused_tool_is_sent_reduced_at_once_from_then_on "
+            "FallbackRoute.test_what_no_form_helps_is_a_400_that_names_the_schema "
+            "RealFallback.test_refused_schemas_in_tools_and_replies",
+    "F-19": "GatewayRoom.test_pictures GatewayRoom.test_text_part_lists_work_for_every_role"
+            " Wire.test_pictures_never_reach_messages",
+    "F-20": "FieldReports.test_pictures_are_known_by_their_first_bytes",
+    "F-21": "ToChat.test_tool_results",
+    "F-22": "ResponsesRoom.test_outputs_are_texts_lists_and_pictures",
+    "F-23": "OutputsRoom.test_the_events_of_a_text "
+            "OutputsRoom.test_the_events_of_thoughts_text_and_a_call",
+    "F-24": "ToChat.test_billing_header Steady.test_billing_header "
+            "Clients.test_sessions_share_their_head",
+    "F-25": "ToChat.test_assistant_turns FromChat.test_order_of_events",
+    "F-26": "FromChat.test_usage Seam.test_hits_are_told_in_the_words_of_the_dialect",
+    "F-27": "GatewayRoom.test_paths_in_every_spelling Seam.test_doors",
+    "F-28": "GatewayRoom.test_heartbeats_are_real_events "
+            "GatewayRoom.test_waiting_for_a_slot_beats_too "
+            "ResponsesRoute.test_waiting_is_told_before_the_first_token "
+            "Seam.test_silence_and_death",
+    "F-29": "FieldReports.test_patience_runs_from_the_last_sign_of_progress",
+    "F-30": "KeeperRoom.test_absent_engine_503_with_retry_after_then_served",
+    "F-31": "KeeperRoom.test_absent_engine_503_with_retry_after_then_served "
+            "KeeperRoom.test_an_engine_that_dies_before_the_first_byte_is_asked_again",
+    "F-32": "GatewayRoom.test_a_plain_clients_exit_stops_the_engine "
+            "GatewayRoom.test_a_client_that_leaves_while_waiting_is_forgotten "
+            "KeeperRoom.test_cancelled_asks_free_the_slot_and_keep_the_prefix",
+    "F-33": "GatewayRoom.test_errors_inside_a_stream "
+            "FromChat.test_errors_inside_a_stream OutputsRoom.test_failures_in_band",
+    "F-34": "Wire.test_events_split_anywhere Wire.test_engine_errors_in_openais_shape",
+    "F-35": "Http.test_encodings",
+    "F-36": "GatewayRoom.test_foreign_hosts_and_origins",
+    "F-37": "GatewayRoom.test_foreign_hosts_and_origins",
+    "F-38": "GatewayRoom.test_paths_in_every_spelling",
+    "F-39": "GatewayRoom.test_names_are_echoed_and_never_refused",
+    "F-40": "GatewayRoom.test_names_are_echoed_and_never_refused",
+    "F-41": "ShelfRoom.test_more_agents_than_slots "
+            "RealTraps.test_an_engine_as_people_start_it_is_not_pinned",
+    "F-42": "FieldReports.test_every_reply_is_to_its_own_prompt "
+            "ShelfRoom.test_the_donor_is_not_harmed "
+            "RealShelf.test_two_hundred_forks_keep_their_log_probabilities "
+            "RealTraps.test_a_busy_slot_is_never_asked_with_the_host_cache_on",
+    "F-43": "Decide.test_usable_by_kind_of_memory "
+            "RealTraps.test_memory_kinds_are_learned_without_a_header",
+    "F-44": "ShelfRoom.test_restores_that_do_not_count_switch_the_shelf_off",
+    "F-45": "ShelfRoom.test_damaged_files_cost_computing_never_the_ask "
+            "RealShelf.test_harm_to_the_shelf_costs_computing_only",
+    "F-46": "ShelfRoom.test_saving_that_fails_costs_nothing",
+    "F-67": "FieldReports.test_dead_connections_in_the_pool_cost_no_ask",
+}
+# What has no test yet, and why; move a row up when its part is there.
+UNTESTED = {
+    "F-57": "launcher: not there yet", "F-58": "launcher: not there yet",
+    "F-59": "launcher: not there yet (EdgesRoom.test_byte_order_marks reads such files)",
+    "F-68": "routing: no model is unloaded when idle"}
+
+
+class FieldReports(Case):
+    def test_every_report_has_a_test(self):
+        wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
+        self.assertEqual({int(f[2:]) for f in {**REPORTS, **UNTESTED}}, wanted)
+        self.assertEqual(set(REPORTS) & set(UNTESTED), set())
+        cases = {case for room in ROOMS.values() for case in room}
+        for report, names in REPORTS.items():
+            for name in names.split():
+                with self.subTest(report, test=name):
+                    case, _, test = name.partition(".")
+                    self.assertIn(globals()[case], cases)
+                    self.assertTrue(callable(getattr(globals()[case], test)))
+
+    def test_calls_with_one_index_are_told_apart(self):
+        "F-03: distinct rising indices, each call's arguments whole."
+        def piece(call_id=None, name=None, arguments=""):
+            return {"index": 0, **({"id": call_id, "type": "function"} if call_id else {}),
+                    "function": {**({"name": name} if name else {}),
+                                 "arguments": arguments}}
+        pieces = [piece("a", "f", ""), piece(arguments='{"x":1}'), piece("b", "f"),
+                  piece(arguments='{"x":'), piece(arguments="2}")]
+        told, whole = toki.CallNumbers(), toki.Assembler("chat")
+        for p in pieces:
+            whole.add({"choices": [{"delta": {"tool_calls": [p]}}]})
+        self.assertTrue(told.renumber(pieces))
+        self.assertEqual([p["index"] for p in pieces], [0, 0, 1, 1, 1])
+        self.assertEqual([(c["id"], c["function"]["arguments"])
+                          for c in whole.message()["tool_calls"]],
+                         [("a", '{"x":1}'), ("b", '{"x":2}')])
+        interleaved = [dict(piece("a", "f"), index=0), dict(piece("b", "g"), index=1),
+                       dict(piece(arguments="{}"), index=0)]
+        self.assertFalse(toki.CallNumbers().renumber(interleaved))
+
+    def test_a_call_without_text_has_one_form(self):
+        "F-05: null, missing, empty and [] make the same tokens."
+        c, sizes = Client(self.daemon(self.fake())), set()
+        for content in ({"content": None}, {}, {"content": ""}, {"content": []}):
+            reply = c.chat([{"role": "user", "content": say(1)},
+                            {"role": "assistant", "tool_calls": [call_of()], **content},
+                            {"role": "tool", "tool_call_id": "c1", "content": "4"}])
+            sizes.add((reply["cache"]["prompt_tokens"],
+                       reply["choices"][0]["message"]["content"]))
+        self.assertEqual(len(sizes), 1)
+        self.assertEqual(reply["cache"]["computed_tokens"], 1)
+
+    def test_usage_by_what_was_asked(self):
+        "F-10: one event with usage and without choices when asked for, else none."
+        c = Client(self.daemon(self.fake()))
+        for options, n in (({"include_usage": True}, 1), ({"include_usage": False}, 0),
+                           ({}, 0), (None, 0)):
+            events = c.stream("hello", stream_options=options)[:-1]
+            with self.subTest(options):
+                self.assertEqual(sum(not e["choices"] for e in events), n)
+                self.assertEqual(sum(bool(e.get("usage")) for e in events), n)
+        events = c.stream("hello", stream_options={"include_usage": True})
+        usage = events[-2]["usage"]
+        self.assertGreater(usage["prompt_tokens_details"]["cached_tokens"], 0)
+        self.assertGreater(usage["prompt_tokens"],
+                           usage["prompt_tokens_details"]["cached_tokens"])
+
+    def test_log_probabilities(self):
+        "F-11: also beside tools, where the engine refuses them for a stream."
+        c, tools = Client(self.daemon(self.fake())), [tool_of({"type": "object"})]
+        for more in ({}, {"tools": tools}):
+            with self.subTest(list(more)):
+                more = dict(more, logprobs=True, top_logprobs=2)
+                plain = c.chat("x", 4, **more)["choices"][0]["logprobs"]["content"]
+                told = [e for event in c.stream("x", 4, **more)[:-1]
+                        for ch in event["choices"]
+                        for e in (ch.get("logprobs") or {}).get("content", ())]
+                self.assertEqual(len(plain), 4)
+                self.assertEqual(plain, told)
+                self.assertLessEqual({"token", "logprob", "bytes", "top_logprobs"},
+                                     set(plain[0]))
+                self.assertEqual(len(plain[0]["top_logprobs"]), 2)
+
+    def test_log_probabilities_of_texts(self):
+        "F-11: the text endpoint has a shape of its own."
+        c, ask = Client(self.daemon(self.fake())), {
+            "prompt": "once", "max_tokens": 4, "temperature": 0, "logprobs": 2}
+        choice = c.json("POST", "/v1/completions", ask)["choices"][0]
+        got = choice["logprobs"]
+        self.assertEqual("".join(got["tokens"]), choice["text"])
+        self.assertEqual([choice["text"][a:a + len(t)] for a, t in zip(
+            got["text_offset"], got["tokens"])], got["tokens"])
+        self.assertEqual([set(top) >= {token} for top, token in zip(
+            got["top_logprobs"], got["tokens"])], [True] * 4)
+        events = c.stream("once", 4, path="/v1/completions", logprobs=2)[:-1]
+        for name, values in got.items():
+            with self.subTest(name):
+                self.assertEqual([v for e in events for ch in e["choices"]
+                                  for v in (ch["logprobs"] or {}).get(name, ())], values)
+
+    def test_text_held_back_for_a_stop_is_neither_lost_nor_doubled(self):
+        """F-13: streamed pieces join to the plain text.  (What a stream of b11434 holds
+        back when its limit comes is lost in the engine: full[-2:] + "zzz".)"""
+        c = Client(self.daemon(self.fake()))
+        full = c.chat("hello", 12)["choices"][0]["message"]["content"]
+        for stop in (full[5:8], full[-2:] + "zzz", full[3] + "zz", full[:1], "\n", "zzz"):
+            plain = c.chat("hello", 12, stop=[stop])["choices"][0]
+            events = c.stream("hello", 12, stop=[stop])
+            with self.subTest(stop):
+                self.assertEqual(text_of(events), plain["message"]["content"])
+                self.assertIn(plain["message"]["content"],
+                              (full.split(stop)[0], full[:-len(full.split()[-1]) - 1]))
+                self.assertEqual(plain["finish_reason"],
+                                 "stop" if stop in full else "length")
+
+    def test_output_limits_in_every_dialect(self):
+        "F-14."
+        d = self.daemon(self.fake())
+        c, ask = Client(d), {"model": "m"}
+        for more, n in (({"max_completion_tokens": 3}, 3),
+                        ({"max_completion_tokens": 3, "max_tokens": 9}, 3)):
+            reply = c.json("POST", "/v1/chat/completions", dict(
+                ask, messages=[{"role": "user", "content": "x"}], **more))
+            self.assertEqual((reply["usage"]["completion_tokens"],
+                              reply["choices"][0]["finish_reason"]), (n, "length"))
+        reply = c.json("POST", "/v1/messages", dict(ask, max_tokens=3, messages=[
+            {"role": "user", "content": "x"}]), headers={"x-api-key": c.token})
+        self.assertEqual((reply["usage"]["output_tokens"], reply["stop_reason"]),
+                         (3, "max_tokens"))
+        reply = c.json("POST", "/v1/responses", dict(ask, max_output_tokens=3, input="x"))
+        self.assertEqual((reply["usage"]["output_tokens"], reply["status"]),
+                         (3, "incomplete"))
+
+    def test_a_full_context_ends_the_reply(self):
+        "F-17: no shifting; the end of the context is the end, with its reason."
+        c = Client(self.daemon(self.fake(n_ctx=256)))
+        messages = [{"role": "user", "content": say(1, 25)}]
+        for limit in ({}, {"max_tokens": 5000}, {"max_tokens": -1}):
+            reply = c.json("POST", "/v1/chat/completions", dict(
+                {"messages": messages, "temperature": 0}, **limit))
+            with self.subTest(limit):
+                self.assertEqual(reply["choices"][0]["finish_reason"], "length")
+                self.assertLessEqual(reply["usage"]["total_tokens"], 256)
+                if limit.get("max_tokens", 0) > 0:
+                    self.assertGreater(reply["usage"]["completion_tokens"], 20)
+
+    def test_pictures_are_known_by_their_first_bytes(self):
+        "F-20: a clear 400 that names the formats which work."
+        c = Client(self.daemon(self.fake(vision=True)))
+        webp = base64.b64encode(b"RIFF\x24\0\0\0WEBPVP8 " + b"\0" * 20).decode()
+        png = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"\0" * 20).decode()
+        for name, url, words in (
+                ("WebP", f"data:image/webp;base64,{webp}", "is WebP"),
+                ("a wrong label", f"data:image/png;base64,{webp}", "is WebP"),
+                ("broken off", f"data:image/png;base64,{png[:-3]}", "broken off"),
+                ("no base64", "data:image/png,x", "not base64"),
+                ("nothing", "data:image/png;base64,", "empty"),
+                ("fine", f"data:image/png;base64,{png}", None),
+                ("fine with a wrong label", f"data:image/webp;base64,{png}", None)):
+            with self.subTest(name):
+                reply = c.chat([{"role": "user", "content": [
+                    {"type": "text", "text": "x"},
+                    {"type": "image_url", "image_url": {"url": url}}]}],
+                    8, 400 if words else 200)
+                if words:
+                    self.assertIn(words, reply["error"]["message"])
+                    self.assertIn("PNG, JPEG", reply["error"]["message"])
+                    self.assertEqual(reply["error"]["param"], "messages[0].content[1]")
+
+    def test_patience_runs_from_the_last_sign_of_progress(self):
+        "F-29: a silent engine is given up after `backend_timeout`, and not before."
+        for patience, status in ((1, 504), (600, 200)):
+            fake = self.fake()
+            d, out = self.daemon(fake, backend_timeout=patience), []
+            fake.hold("prefill", after=0)
+            t = threading.Thread(target=lambda: out.append(Client(d).http(
+                "POST", "/v1/chat/completions", {"max_tokens": 4, "messages": [
+                    {"role": "user", "content": say(1)}]})))
+            t.start()
+            self.until(lambda: fake.frozen)
+            if status == 504:
+                t.join(20)
+            fake.release()
+            t.join(20)
+            self.assertEqual(out[0][0], status, out)
+
+    def test_every_reply_is_to_its_own_prompt(self):
+        "F-42: one head, twelve secrets, in parallel and in turn; as without any reuse."
+        d = self.daemon(self.fake(save_dir=self.folder()))
+        c, head = Client(d), {"role": "system", "content": say(1, 120)}
+        asks = [[head, {"role": "user", "content": f"secret {n}: {say(n, 8)}"}]
+                for n in range(12)]
+        right = [c.chat(a, headers={"X-Toki-Mode": "raw"})["choices"][0]["message"]
+                 for a in asks]
+        self.assertEqual(len({m["content"] for m in right}), 12)
+        got, threads = {}, []
+        for n, ask in enumerate(asks):
+            threads.append(threading.Thread(target=lambda n=n, ask=ask: got.update({
+                n: c.chat(ask)["choices"][0]["message"]})))
+            threads[-1].start()
+        for t in threads:
+            t.join(30)
+        self.assertEqual([got.get(n) for n in range(12)], right)
+        self.assertEqual([c.chat(a)["choices"][0]["message"] for a in asks[::-1]],
+                         right[::-1])
+
+    def test_dead_connections_in_the_pool_cost_no_ask(self):
+        "F-67: after a sleep, kept connections are dead and the engine may be another."
+        fake = self.fake()
+        d = self.daemon(fake)
+        c = Client(d)
+        c.chat("before")
+        self.assertTrue(d.engine._pool)
+        fake.kill()
+        fake.revive()
+        self.until(lambda: d.keeper.state == "ready" and d.engine.healthy())
+        self.assertEqual(c.chat("before")["choices"][0]["finish_reason"], "length")
+
+
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
-    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "TEXTS": (Texts,),
+    "TOKENS": (TokensRoom,), "TRIE": (Trie,), "PICTURE": (Picture,), "TEXTS": (Texts,),
     "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
     "WIRE": (Wire,), "TURNS": (Turns,),
     "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam),
     "RESPONSES": (ResponsesRoom,), "OUTPUTS": (OutputsRoom,),
     "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
+    "FALLBACK": (Fallback, FallbackRoute), "REPORTS": (FieldReports,),
     "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
-    "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
+    "FIT": (Fit,), "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
     "PICK": (Pick,), "REGISTRY": (RegistryRoom,),
-    "EDGES": (EdgesRoom,), "FETCH": (Fetch,), "UNPACK": (Unpack,), "RELEASE": (Machines,),
+    "EDGES": (EdgesRoom,), "MACHINE": (Machine,), "FETCH": (Fetch,),
+    "UNPACK": (Unpack,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
@@ -12306,10 +15532,13 @@ ROOMS = {
     "INSTALL": (Install, InstallLlama, Compile, InstallScript,
                 InstallBat),
     "STACK": (Stack,), "SERVICE": (Service,),
-    "COMMANDS": (Commands, ModelCommands),
+    "SCREEN": (ScreenRoom,), "CHAT": (ChatRoom,), "TOP": (TopRoom,),
+    "FEED": (FeedRoom,), "PAGE": (Page,), "WEB": (Web,),
+    "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands, ModelCommands),
     "MODELS": (ModelsRoom,), "PULL": (PullRoom,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
-             RealTraps, RealShelf, RealInstall, RealAlone)}
+             RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
+             RealPage)}
 
 
 class Result(unittest.TextTestResult):

@@ -20,6 +20,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     2  SETTINGS  every knob, declared once, resolved once
     3  TOKENS    token arrays, common prefixes, chained block hashes
     4  TRIE      which known prefix is the longest one of this prompt?
+    0  PICTURE   what slots and shelf hold, shared beginnings drawn once
     5  TEXTS     which part of this rendered prompt need not be tokenized again?
     6  EMBED     which known prompt is nearest to this one?
     7  WIRE      what an ask and a reply look like; SSE framing; error bodies
@@ -29,10 +30,12 @@ values out), the rest touches the world, and only through the doors of EDGES.
     11 OUTPUTS   the chat stream told as Responses events
     12 STEADY    what changes from ask to ask although nothing new is said
     13 REPLAY    lossy copies of our own replies, put right again
+    0  FALLBACK  the nearest form of an ask that this engine does not refuse
     14 BOOK      what we believe the slots hold; changed only by events
     15 DECIDE    which slot, what is destroyed, and why
     16 WHY       why were these tokens computed, though something like them was known?
     17 GGUF      what a model file's header says about memory
+    0  FIT       which context, slots and KV type does this memory hold?
     18 SLOTFILE  a saved slot: its tokens, deltas, a wider window
     0  ASSETS    which release file fits this machine?
     0  REMEDY    an engine that will not start: what to change
@@ -46,6 +49,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     22 LEDGER    one line for each ask, kept in SQLite, never any prompt text
     23 RECALL    what was said before, for the asks that come after
     24 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    0  FEED      what happens in the book, told to whoever listens
     25 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
     26 MOVES     state from slot to shelf and back, under a lease
     27 KEEPER    the only coordinator: plan, lease, settle; owns the lock
@@ -62,8 +66,14 @@ values out), the rest touches the world, and only through the doors of EDGES.
     32 INSTALL   get an engine and a starter model
     33 STACK     up, down, status: engine and daemon as one thing
     0  SERVICE   toki as a service of this user
+    0  SCREEN    a terminal: keys in, styled lines out
+    0  CHAT      a conversation: raw, cached, or both side by side
+    0  TOP       what runs, what is held and what each ask cost, live
+    0  LAUNCHER  bare `toki`: chat and agents, model, stack, settings
     34 BENCH     toki's own cost, soak, and the everyday situations
     35 DOCTOR    is everything fit, and if not, what to do
+    0  PAGE      the web page as one readable text
+    0  WEB       a second door to a running daemon, with TLS, for browsers
     36 COMMANDS  one function per subcommand, then main
 
 Invariants:
@@ -81,17 +91,20 @@ from __future__ import annotations
 import argparse
 import base64
 import bisect
+import codecs
 import configparser
 import contextlib
 import difflib
 import errno
 import fnmatch
+import functools
 import hashlib
 import hmac
 import http.client
 import http.server
 import importlib
 import io
+import itertools
 import json
 import logging
 import logging.handlers
@@ -107,13 +120,16 @@ import signal
 import socket
 import socketserver
 import sqlite3
+import ssl
 import struct
 import subprocess
 import sys
 import tarfile
 import threading
 import time
+import unicodedata
 import urllib.parse
+import webbrowser
 import zipfile
 import zlib
 from array import array
@@ -345,6 +361,10 @@ SETTINGS = (
     Setting("model", "", str, "GGUF file to serve, or a registered model's name"),
     Setting("slots", 4, _natural, "conversations that the engine holds at once"),
     Setting("ctx", 0, _natural, "tokens of context a slot; 0: what fits, up to 16384"),
+    Setting("kv_type", "auto", _choice("auto", "f16", "q8_0"),
+            "type of the KV that slots hold; auto: f16, q8_0 where f16 does not fit"),
+    Setting("memory_gb", 0.0, _seconds, "memory that the engine may use, in GiB; 0: "
+            "what the machine has"),
     Setting("threads", 0, _natural, "engine threads; 0: the engine's own choice"),
     Setting("source", "auto", _choice("auto", "release", "index"),
             "where engine and starter model come from"),
@@ -400,8 +420,8 @@ SETTINGS = (
             "of rules; +name and -name change the usual ones"),
     Setting("replay", True, _switch, "put back what a client lost of replies that it "
             "sends again"),
-    Setting("history", True, _switch,
-            "keep the ledger of asks and their token ids, never text"),
+    Setting("history", True, _switch, "keep the ledger of asks and their token ids, "
+            "never text; let `tui` remember what was asked in it"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
             "how much the log says"),
 )
@@ -614,6 +634,58 @@ class PrefixTrie:
             for h in [self.seed] + hashes:
                 want.setdefault(h, set()).add(holder)
         assert {k: set(v) for k, v in self._nodes.items()} == want
+
+
+# ============================================================================
+# 0. PICTURE - what slots and shelf hold, shared beginnings drawn once.
+#    uses: TOKENS.  offers: Held, prefix_forest.  pure.
+#
+#        0..958 {snap 3} -- 958..1204 {slot 0}
+#                        \- 958..1377 {slot 1, snap 7}
+# ============================================================================
+class Held(NamedTuple):
+    "Somebody's tokens, by a name that faces can show: `slot 2`, `snap 17`."
+    name: str
+    tokens: Tokens
+
+
+def _shared_lengths(held: Sequence[Held]) -> list:
+    "Tokens that each one shares with the one before it; the first shares none."
+    return [0] + [common_prefix(a.tokens, b.tokens) for a, b in zip(held, held[1:])]
+
+
+def prefix_forest(held: Iterable[Held]) -> list:
+    """[{from, tokens, holders, children}]: runs of tokens, each drawn once.
+
+    `from` is the run's first position, `tokens` its length, `holders` the names that
+    end with it, `children` the runs that go on behind it.  Equal prefixes stand side by
+    side once sorted by bytes, so n holders cost n comparisons.
+    """
+    rest = sorted((h for h in held if len(h.tokens)),
+                  key=lambda h: (h.tokens.tobytes(), h.name))
+    top: dict = {"from": 0, "tokens": 0, "holders": [], "children": []}
+    path = [top]                         # open runs, from the root to the last holder
+    for one, shared in zip(rest, _shared_lengths(rest)):
+        while path[-1]["from"] >= shared and len(path) > 1:
+            path.pop()
+        last = path[-1]
+        if last["from"] + last["tokens"] > shared:       # the newcomer leaves inside
+            _cut_run(last, shared)
+        node = last
+        if shared < len(one.tokens):
+            node = {"from": shared, "tokens": len(one.tokens) - shared, "holders": [],
+                    "children": []}
+            last["children"].append(node)
+            path.append(node)
+        node["holders"].append(one.name)
+    return top["children"]
+
+
+def _cut_run(run: dict, at: int) -> None:
+    "Cut a run in two at position `at`; what ended or went on behind it moves along."
+    tail = {"from": at, "tokens": run["from"] + run["tokens"] - at,
+            "holders": run["holders"], "children": run["children"]}
+    run.update(tokens=at - run["from"], holders=[], children=[tail])
 
 
 # ============================================================================
@@ -930,9 +1002,10 @@ def divergence_text(counts: dict) -> str:
 # ============================================================================
 # 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
-#    engine_json, Dechunker, EventSplitter, event_payload, Timings, read_timings,
-#    Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk, stream_error,
-#    scrub, prompt_size_error, split_tool_head.
+#    engine_json, over_room, Dechunker, EventSplitter, event_payload, Timings,
+#    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
+#    stream_error, scrub, prompt_size_error, split_tool_head, check_pictures,
+#    CallNumbers, text_logprobs.
 # ============================================================================
 DONE = b"data: [DONE]\n\n"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -940,6 +1013,8 @@ _CONTROLS = ("id_slot", "n_cache_reuse", "sse_ping_interval", "cache_prompt", "t
              "n", "n_cmpl", "return_progress")
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id",
                     "x-session-affinity", "x-session-id")
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
+_PARENT_HEADER = "x-parent-session-id"
 _ONE_SHOT_OUTPUT = 128       # a title asks for no more than this many tokens
 _MEDIA = ("image_url", "input_audio", "input_image", "video_url", "image", "audio")
 
@@ -966,6 +1041,9 @@ class Request(NamedTuple):
     owner: str = ""              # whose replies may be put back: a digest
     steadied: tuple = ()         # what STEADY, REPLAY and FALLBACK changed
     sent: Optional[list] = None  # the messages as they came, where some were changed
+    family: str = ""             # of conversations that a client runs together
+    child: bool = False          # started by another conversation of its family
+    before: Optional[list] = None    # ... and before FALLBACK changed them
 
 
 def _digest(value: Any) -> str:
@@ -1004,6 +1082,38 @@ def _has_media(messages: list) -> bool:
                for part in m["content"])
 
 
+def check_pictures(messages: list) -> None:
+    """Raise BadAsk for a picture that no engine of ours can read, whatever its label
+    says: the first bytes decide (F-20).  Addresses are the engine's business."""
+    for i, m in enumerate(messages):
+        parts = m.get("content") if isinstance(m.get("content"), list) else ()
+        for j, part in enumerate(parts):
+            url = part.get("image_url") if isinstance(part, dict) else None
+            url = url.get("url") if isinstance(url, dict) else url
+            if isinstance(url, str) and url.startswith("data:"):
+                trouble = _picture_trouble(url)
+                if trouble:
+                    raise BadAsk(
+                        f"a picture {trouble}", "send PNG, JPEG, GIF or BMP as "
+                        "data:image/...;base64,...",
+                        param=f"messages[{i}].content[{j}]")
+
+
+def _picture_trouble(url: str) -> str:
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        return "address is not base64"
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except ValueError:
+        return "is broken off or not base64"
+    for at, mark, name in ((8, b"WEBP", "WebP"), (4, b"ftypavif", "AVIF"),
+                           (4, b"ftypheic", "HEIC"), (0, b"<svg", "SVG")):
+        if raw[at:at + len(mark)] == mark:
+            return f"is {name}, which the engine cannot read"
+    return "" if raw else "is empty"
+
+
 def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
     value = body.get(name)
     if value is None:
@@ -1015,25 +1125,43 @@ def _count(body: dict, name: str, low: int, high: int) -> Optional[int]:
     return value
 
 
-def _conversation(body: dict, headers: dict) -> tuple:
-    "(key, named by the client?): equal for all turns of one conversation."
-    tools = body.get("tools")
+def _opening_of(body: dict) -> str:
+    "A digest of the tools and of the messages up to the first user's."
+    h = hashlib.blake2b(_digest(body.get("tools")).encode(), digest_size=8)
+    for m in body["messages"]:
+        content = m.get("content")
+        h.update(content.encode("utf-8", "surrogatepass")
+                 if isinstance(content, str) else _digest(content).encode())
+        if m.get("role") == "user":
+            break
+    return h.hexdigest()
+
+
+def _session_of(body: dict, headers: dict) -> str:
+    "What the client calls its session, \"\" when it does not say."
     for name in _SESSION_HEADERS:
         if headers.get(name):
-            return _digest([name, headers[name], tools and _digest(tools)]), True
-    if isinstance(body.get("prompt_cache_key"), str):
-        return _digest(["key", body["prompt_cache_key"]]), True
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        h = hashlib.blake2b(_digest(tools).encode(), digest_size=8)
-        for m in messages:               # up to the first user message
-            content = m.get("content")
-            h.update(content.encode("utf-8", "surrogatepass")
-                     if isinstance(content, str) else _digest(content).encode())
-            if m.get("role") == "user":
-                break
-        return h.hexdigest(), False
-    return _digest(["text", str(body.get("prompt"))[:2000]]), False
+            return headers[name]
+    key = body.get("prompt_cache_key")
+    return key if isinstance(key, str) else ""
+
+
+def _conversation(body: dict, session: str) -> tuple:
+    """(key, named by the client?): equal for all turns of one conversation.
+
+    Sub-agents run under their parent's session, side by side with the same tools: what
+    they were told first, behind the dot, tells them apart.
+    """
+    opening = _opening_of(body) if isinstance(body.get("messages"), list) else ""
+    if session:
+        return _digest([session, body.get("tools")]) + "." + opening, True
+    return opening or _digest(["text", str(body.get("prompt"))[:2000]]), False
+
+
+def _forced_title(choice: Any) -> bool:
+    "Must the model call a tool that names the session (Grok)?"
+    function = choice.get("function") if isinstance(choice, dict) else None
+    return isinstance(function, dict) and "title" in str(function.get("name")).lower()
 
 
 def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
@@ -1042,12 +1170,14 @@ def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
     A one-shot is known by its shape: no tools, one user message, little output.
     """
     messages = body.get("messages") or []
+    if _forced_title(body.get("tool_choice")):
+        return "oneshot"
     if body.get("tools") or (named and len(messages) > 2):
         return "agent"
     turns = sum(m.get("role") == "user" for m in messages)
     size = sum(len(str(m.get("content") or "")) for m in messages)
-    structured = (body.get("response_format") or {}).get("type") == "json_schema" \
-        if isinstance(body.get("response_format"), dict) else False
+    structured = isinstance(body.get("response_format"), dict) \
+        and body["response_format"].get("type") == "json_schema"
     if messages and turns <= 1 and size < 2000 and len(messages) <= 2 and (
             structured or (limit is not None and limit <= _ONE_SHOT_OUTPUT)):
         return "oneshot"
@@ -1075,20 +1205,34 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         raise BadAsk(f"the mode is {mode!r}; 'cached' or 'raw' expected", param="toki")
     if route == "chat":
         _check_messages(body.get("messages"))
+        if body.get("functions"):
+            raise BadAsk("'functions' is the old form of 'tools', which is spoken here",
+                         "send tools and tool_choice", param="functions")
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise BadAsk("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
     elif body.get("prompt") is None:
         raise BadAsk("'prompt' is missing", param="prompt")
     n = _count(body, "n", 1, 128) or _count(body, "n_cmpl", 1, 128) or 1
     limit = None
-    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
+    for name in _LIMITS:
         if limit is None:
             limit = _count(body, name, -1, 1 << 31)
     limit = None if limit == -1 else limit
-    named_by, named = _conversation(body, headers)
+    session = _session_of(body, headers)
+    named_by, named = _conversation(body, session)
+    parent = headers.get(_PARENT_HEADER, "")
     kept = {k: v for k, v in body.items() if k not in _CONTROLS}
+    told: list = []
     if route == "chat":
         kept["messages"] = _plain_assistants(kept["messages"])
+        told = _one_tool(kept)
+        if kept.get("tools") and kept.get("logprobs") is True:
+            # Beside tools the engine refuses these for a stream, which every ask is
+            # here, but takes its own word for them (20 is its default).
+            top = _count(kept, "top_logprobs", 0, 1000)
+            kept = {k: v for k, v in kept.items() if k not in ("logprobs",
+                                                               "top_logprobs")}
+            kept["n_probs"] = 20 if top is None else max(1, top)
     if "stop" in kept:                   # an empty stop string would stop at once
         stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
         kept["stop"] = [s for s in stops if s not in ("", None)]
@@ -1100,7 +1244,31 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         model if isinstance(model, str) else "", bool(options.get("include_usage")),
         bool(body.get("return_progress")), n, named_by, named, client,
         _class_of(body, named, limit), route == "chat" and _has_media(body["messages"]),
-        limit, _digest(body["lora"]) if body.get("lora") else "")
+        limit, _digest(body["lora"]) if body.get("lora") else "",
+        family=_digest(["family", parent or session]) if parent or session else "",
+        child=bool(parent) and parent != session, steadied=tuple(told))
+
+
+def _one_tool(body: dict) -> list:
+    """A `tool_choice` that names a tool, as what llama-server understands (it reads an
+    object as "auto"): no other tool is offered and a call is required."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict):
+        return []
+    inner = choice.get("function")
+    name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise BadAsk("'tool_choice' is an object that names no function",
+                     'send {"type":"function","function":{"name":...}}, or auto, '
+                     "required, none", param="tool_choice")
+    tools = body.get("tools") if isinstance(body.get("tools"), list) else []
+    chosen = [t for t in tools if isinstance(t, dict)
+              and (t.get("function") or {}).get("name") == name]
+    if not chosen:
+        raise BadAsk(f"'tool_choice' names {name[:80]!r}; no such tool is offered",
+                     "add it to 'tools'", param="tool_choice")
+    body.update(tools=chosen, tool_choice="required")
+    return [f"tool_choice: only {name[:64]} is offered, and a call required"]
 
 
 def fan_out(request: Request) -> list:
@@ -1136,13 +1304,22 @@ def core_json(request: Request) -> bytes:
                           "utf-8", "replace")
 
 
-def engine_json(request: Request, core: bytes, slot: Optional[int]) -> bytes:
+def over_room(request: Request, room: Optional[int]) -> bool:
+    "Was more output asked for than fits behind the prompt?"
+    return room is not None and request.limit is not None and request.limit > room
+
+
+def engine_json(request: Request, core: bytes, slot: Optional[int],
+                room: Optional[int] = None) -> bytes:
     """The ask for the engine: always a stream with progress (the exit of a stream's
-    client is noticed at once, a plain one's only at its end), pinned to `slot`."""
+    client is noticed at once, a plain one's only at its end), pinned to `slot`, its
+    output limited to the `room` that the prompt leaves."""
     more: dict = {"stream": True, "return_progress": True,
                   "cache_prompt": not request.raw}
     if slot is not None:
         more["id_slot"] = slot
+    if over_room(request, room):
+        more.update((name, room) for name in _LIMITS if name in request.body)
     if request.include_usage or not request.stream:
         more["stream_options"] = dict(request.body.get("stream_options") or {},
                                       include_usage=True)
@@ -1232,6 +1409,45 @@ def split_tool_head(event: dict) -> list:
     return [event, tail]
 
 
+def text_logprobs(entries: Sequence[dict], offset: int) -> dict:
+    """The engine's entries in the text endpoint's shape; `offset`: characters of the
+    reply before the first of them.  The engine's own ones stay under "content"."""
+    offsets = []
+    for e in entries:
+        offsets.append(offset)
+        offset += len(e.get("token") or "")
+    return {"tokens": [e.get("token") for e in entries],
+            "token_logprobs": [e.get("logprob") for e in entries],
+            "top_logprobs": [{t["token"]: t["logprob"]
+                              for t in e.get("top_logprobs") or ()} for e in entries],
+            "text_offset": offsets, "content": list(entries)}
+
+
+class CallNumbers:
+    """Distinct rising indices for the calls of a turn: pieces are tied by index alone,
+    but another id with a name under a known index is another call (F-03)."""
+
+    def __init__(self) -> None:
+        self._now: dict = {}             # the engine's index -> (our index, id)
+        self._n = 0
+
+    def renumber(self, pieces: Iterable[dict]) -> bool:
+        "Set each piece's `index`; did that change any?"
+        changed = False
+        for piece in pieces:
+            given = piece.get("index", 0)
+            name = (piece.get("function") or {}).get("name")
+            number, call_id = self._now.get(given, (None, None))
+            if number is None or (name and piece.get("id")
+                                  and piece["id"] != call_id):
+                number, call_id = self._n, piece.get("id")
+                self._now[given] = number, call_id
+                self._n += 1
+            changed = changed or piece.get("index") != number
+            piece["index"] = number
+        return changed
+
+
 class Dechunker:
     "Decodes chunked transfer coding as it arrives; `done` after the last chunk."
 
@@ -1267,6 +1483,7 @@ class Assembler:
         self._text: list = []
         self._thoughts: list = []
         self._calls: dict = {}           # index -> call; ids come only once
+        self._numbers = CallNumbers()
         self._logprobs: list = []
         self._finish: Optional[str] = None
         self._extra: dict = {}
@@ -1291,8 +1508,10 @@ class Assembler:
         elif key == "reasoning_content":
             self._thoughts.append(value or "")
         elif key == "tool_calls":
-            for piece in value or ():
-                call = self._calls.setdefault(piece.get("index", 0), {
+            value = [dict(piece) for piece in value or ()]
+            self._numbers.renumber(value)
+            for piece in value:
+                call = self._calls.setdefault(piece["index"], {
                     "type": "function", "function": {"name": "", "arguments": ""}})
                 function = piece.get("function") or {}
                 call["function"]["name"] = function.get("name") \
@@ -1319,7 +1538,7 @@ class Assembler:
             if self._logprobs:
                 choice["logprobs"] = {"content": self._logprobs}
         else:
-            logprobs = {"content": self._logprobs} if self._logprobs else None
+            logprobs = text_logprobs(self._logprobs, 0) if self._logprobs else None
             choice = {"text": "".join(self._text), "index": index,
                       "logprobs": logprobs, "finish_reason": self._finish}
         out = {"choices": [choice]}
@@ -4354,17 +4573,691 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 
 
 # ============================================================================
+# 0. FALLBACK - the nearest form of an ask that this engine does not refuse.
+#    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
+#    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
+#    nearer_messages, lost_system, Habits.
+#
+#    Two parts of the engine refuse what other servers take: the compiler that makes a
+#    grammar of tool schemas, and chat templates.  What either takes is tried once, in
+#    steps from the ask itself, and then kept for the model: later asks get the same
+#    form at once, so that their prompts go on from each other.  Schemas are kept one
+#    by one: a tool is sent in one form whatever other tools stand beside it.
+# ============================================================================
+_SCHEMA_WORDS = re.compile(
+    r"JSON schema (?:error|conversion)|failed to parse grammar|Failed to parse tools|"
+    r"Unrecognized schema|Pattern must start|Error resolving ref|Invalid pattern|"
+    r"number of repetitions exceeds", re.I)
+_TEMPLATE_WORDS = re.compile(
+    r"Jinja Exception|While executing \w+ at line|Unable to generate parser|"
+    r"Failed to parse tool call arguments|2 or more assistant messages|"
+    r"leaves out a system message")
+_PLACE = re.compile(r"schema error at (#\S*): (.*)")
+_BAD_PATTERN = re.compile(r"^Invalid pattern (.*): [a-z ]+$", re.M)
+_MOST_REPEATS = 2000         # the grammar's own limit (b11434: 2001 is refused)
+_MOST_ENUM = 500             # values that are worth a grammar rule each
+_DEEPEST = 64
+_JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_BRANCHES = ("oneOf", "anyOf", "allOf")
+# What builds of the last years refused, or took for more than they could compile.
+_DUBIOUS = _SIZES + _BOUNDS + (
+    "pattern", "format", "multipleOf", "uniqueItems", "minProperties", "maxProperties",
+    "propertyNames", "patternProperties", "not", "if", "then", "else", "contains",
+    "minContains", "maxContains", "dependentRequired", "dependentSchemas",
+    "dependencies", "unevaluatedProperties", "unevaluatedItems", "contentEncoding",
+    "contentMediaType", "$schema", "$id")
+AS_SENT, MENDED, REDUCED, OPEN, HOPELESS = range(5)
+
+
+def is_schema_refusal(status: int, words: str) -> bool:
+    """Does this refusal speak of a schema or of the grammar made of one?
+
+    b11434 answers 400, for most faults already at /apply-template; what compiles but
+    makes no grammar ("failed to parse grammar") only at the ask itself.  A tool whose
+    description is null is a 500.
+    """
+    return 400 <= status <= 500 and bool(_SCHEMA_WORDS.search(words))
+
+
+def is_template_refusal(status: int, words: str) -> bool:
+    "Does the chat template (or what feeds it) refuse this history?"
+    return 400 <= status <= 500 and bool(_TEMPLATE_WORDS.search(words)) \
+        and not _SCHEMA_WORDS.search(words)
+
+
+def refusal_words(words: str) -> str:
+    "The one sentence for people in a refusal of many lines of template source."
+    found = re.findall(r"Jinja Exception: (.+)", words) or re.findall(
+        r"Error: (.+)", words)
+    return scrub((found[-1] if found else words.split("; tools =")[0]).strip())[:300]
+
+
+# ---- schemas -----------------------------------------------------------------
+def _target(root: Any, ref: Any) -> Any:
+    "What a $ref of the same document stands for; None when there is no such thing."
+    if not isinstance(ref, str) or not ref.startswith("#/"):
+        return None
+    for name in ref[2:].split("/"):
+        if isinstance(root, dict) and name in root:
+            root = root[name]
+        elif isinstance(root, list) and name.isdigit() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            return None
+    return root
+
+
+def _first_refs(root: Any, ref: str) -> set:
+    """Places of the $refs that are met below `ref` before anything must be written:
+    one that leads back to itself through these alone makes an endless rule."""
+    todo, seen, met = [ref], set(), set()
+    while todo:
+        place = todo.pop()
+        schema = _target(root, place)
+        if place in seen or not isinstance(schema, dict):
+            continue
+        seen.add(place)
+        if "$ref" in schema:
+            met.add(place)
+            todo.append(str(schema["$ref"]))
+            continue
+        for name in _BRANCHES:
+            if isinstance(schema.get(name), list):
+                todo += [f"{place}/{name}/{i}" for i in range(len(schema[name]))]
+    return met
+
+
+def _repeats_too_often(pattern: str) -> bool:
+    return any(int(n) > _MOST_REPEATS for n in re.findall(r"\{(\d{1,9})", pattern))
+
+
+class _Reducer:
+    "One walk through one schema; `dropped` names what did not survive, with its place."
+
+    def __init__(self, root: Any, rung: int, bad: Sequence[str]):
+        self.root, self.rung, self.bad = root, rung, bad
+        self.dropped: list = []
+
+    def walk(self, schema: Any, place: str = "#", depth: int = 0) -> dict:
+        if not isinstance(schema, dict):
+            self.drop(f"the schema {json.dumps(schema)[:40]}", place)
+            return {}
+        if depth > _DEEPEST and self.rung >= REDUCED:
+            self.drop("what is nested deeper", place)
+            return {}
+        if depth > 4 * _DEEPEST:
+            return schema
+        out = {k: v for k, v in schema.items() if self.keeps(k, v, schema, place)}
+        for name in _BRANCHES + ("items", "prefixItems"):
+            if isinstance(out.get(name), list):
+                out[name] = [self.walk(s, f"{place}/{name}/{i}", depth + 1)
+                             for i, s in enumerate(out[name])]
+            elif name in out:
+                out[name] = self.walk(out[name], f"{place}/{name}", depth + 1)
+        for name in ("properties", "$defs", "definitions"):
+            if isinstance(out.get(name), dict):
+                out[name] = {k: self.walk(s, f"{place}/{name}/{k}", depth + 1)
+                             for k, s in out[name].items()}
+        if isinstance(out.get("additionalProperties"), dict):
+            out["additionalProperties"] = self.walk(
+                out["additionalProperties"], f"{place}/additionalProperties", depth + 1)
+        if isinstance(out.get("type"), list):
+            known = [t for t in out["type"] if t in _JSON_TYPES]
+            if known != out["type"]:
+                self.drop(f"all but {known} of the types", place)
+            out["type"] = known
+        return self.filled(out, place) if self.rung >= REDUCED else out
+
+    def drop(self, what: str, place: str) -> bool:
+        self.dropped.append(f"{what} at {place}")
+        return False
+
+    def keeps(self, key: str, value: Any, schema: dict, place: str) -> bool:
+        "Is this keyword one that compiles (or, further down, that every build takes)?"
+        if self.rung >= REDUCED and (
+                key in _DUBIOUS
+                or (key == "enum" and isinstance(value, list)
+                    and len(value) > _MOST_ENUM)
+                or (key == "description" and not isinstance(value, str))):
+            return self.drop(key, place)
+        if self.fault(key, value, place):
+            return self.drop(f"{key} {json.dumps(value, ensure_ascii=False)[:60]}",
+                             place)
+        return True
+
+    def fault(self, key: str, value: Any, place: str) -> bool:
+        "What b11434 refuses, keyword by keyword; the rest it takes or overlooks."
+        if key == "$ref":
+            return _target(self.root, value) is None \
+                or place in _first_refs(self.root, value)
+        if key in _SIZES:
+            return type(value) is not int or not 0 <= value < 1 << 31 \
+                or (key == "minLength" and value > _MOST_REPEATS)
+        if key in _BOUNDS:
+            return isinstance(value, bool) or not isinstance(value, (int, float))
+        if key == "pattern":
+            return not isinstance(value, str) or value in self.bad \
+                or _repeats_too_often(value)
+        if key == "type":
+            given = value if isinstance(value, list) else [value]
+            return value is not None and not any(
+                isinstance(t, str) and t in _JSON_TYPES for t in given)
+        if key in _BRANCHES or key == "enum":
+            return not isinstance(value, list) or not value
+        if key == "additionalProperties":
+            return not isinstance(value, (bool, dict))
+        if key in ("properties", "$defs", "definitions"):
+            return not isinstance(value, dict)
+        return key == "format" and not isinstance(value, str)
+
+    def filled(self, schema: dict, place: str) -> dict:
+        "Types that older builds insist on, where they can only be meant."
+        for name in ("anyOf", "oneOf", "allOf"):
+            if len(schema.get(name) or ()) == 1:
+                only = schema.pop(name)[0]
+                return {**only, **schema}
+        if "type" not in schema:
+            for name, kind in (("properties", "object"), ("items", "array")):
+                if name in schema:
+                    return {"type": kind, **schema}
+            values = schema.get("enum") or [schema.get("const")]
+            if all(isinstance(v, str) for v in values):
+                return {"type": "string", **schema}
+        if not isinstance(schema.get("required", []), list):
+            self.drop("required", place)
+            schema.pop("required")
+        return schema
+
+
+def reduced_schema(schema: Any, rung: int, bad: Sequence[str] = ()) -> tuple:
+    """(schema, what was dropped): MENDED loses the keywords that b11434 cannot compile,
+    REDUCED all that any build is known to refuse, OPEN everything.
+
+    Names, descriptions, types, `required` and short enums stay.  `bad`: patterns that
+    the engine has called invalid.  The same input gives the same output.
+    """
+    if rung in (AS_SENT, HOPELESS):
+        return schema, []
+    if rung == OPEN:
+        return {"type": "object"}, ["everything but its being an object"]
+    reducer = _Reducer(schema, rung, bad)
+    out = reducer.walk(schema)
+    return out, reducer.dropped
+
+
+def reduced_tools(tools: Sequence[Any], rung_of: Callable[[Any], int],
+                  bad: Sequence[str] = ()) -> tuple:
+    "(tools, words): each tool's schema on its own rung; `tools` is left as it is."
+    out, words = [], []
+    for tool in tools:
+        function = _function(tool)
+        rung = AS_SENT if function is None else rung_of(function)
+        if rung in (AS_SENT, HOPELESS):
+            out.append(tool)
+            continue
+        lesser, dropped = dict(function), []
+        if not isinstance(lesser.get("description", ""), str):
+            lesser["description"] = ""
+            dropped.append("a description that is no text")
+        if lesser.get("parameters") is not None:
+            lesser["parameters"], more = reduced_schema(lesser["parameters"], rung, bad)
+            dropped += more
+        out.append(dict(tool, function=lesser))
+        if dropped:
+            words.append(f"schema of tool {str(function.get('name'))[:64]}: without "
+                         + _list(dropped))
+    return out, words
+
+
+def _function(tool: Any) -> Optional[dict]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) else None
+
+
+def _list(things: Sequence[str]) -> str:
+    head = ", ".join(things[:4])
+    return head + (f" and {len(things) - 4} more" if len(things) > 4 else "")
+
+
+class _Held(NamedTuple):
+    "One schema of a body: who has it, and what may become of it at worst."
+    label: str
+    value: Any                   # a tool's function, or the schema itself
+    schema: Any
+    last: int
+
+
+def _schemas(body: dict) -> list:
+    """Every schema of a body as a _Held.  What a reply was promised to look like may
+    lose what cannot be compiled, but is never given up."""
+    out = []
+    for tool in body.get("tools") or () if isinstance(body.get("tools"), list) else ():
+        function = _function(tool)
+        if function is not None:
+            out.append(_Held(f"tool {str(function.get('name'))[:64]}", function,
+                             function.get("parameters"), OPEN))
+    for label, schema in _formats(body):
+        out.append(_Held(label, schema, schema, REDUCED))
+    return out
+
+
+def _with_place(held: Sequence[_Held], place: Any) -> list:
+    "Those that have the place (a match of _PLACE) that a refusal names."
+    return [h for h in held if place.group(1) == "#"
+            or _target(h.schema, place.group(1)) is not None]
+
+
+def _has_pattern(held: _Held, patterns: Sequence[str]) -> bool:
+    text = json.dumps(held.schema, default=str)
+    return any(json.dumps(p) in text for p in patterns)
+
+
+def _formats(body: dict) -> list:
+    "(label, schema) of what the reply must look like."
+    out, form = [], body.get("response_format")
+    if isinstance(form, dict):
+        inner = form.get("json_schema")
+        if isinstance(inner, dict) and "schema" in inner:
+            out.append(("response_format", inner["schema"]))
+        elif "schema" in form:
+            out.append(("response_format", form["schema"]))
+    if "json_schema" in body:
+        out.append(("json_schema", body["json_schema"]))
+    return out
+
+
+# ---- messages ----------------------------------------------------------------
+def _plain(content: Any) -> Any:
+    "Content as one text where it is nothing but text."
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(
+            isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "\n".join(str(p.get("text") or "") for p in content)
+    return content
+
+
+def _glued(a: Any, b: Any) -> Any:
+    "Two contents as one, a blank line between them."
+    a, b = _plain(a), _plain(b)
+    if isinstance(a, str) and isinstance(b, str):
+        return "\n\n".join(filter(None, (a, b)))
+    parts = [c if isinstance(c, list) else [text_part(c)] for c in (a, b) if c != ""]
+    return [p for many in parts for p in many]
+
+
+def _is_system(m: dict) -> bool:
+    return m.get("role") in ("system", "developer")
+
+
+def _plain_texts(messages: list) -> list:
+    return [dict(m, content=_plain(m.get("content"))) for m in messages]
+
+
+def _known_roles(messages: list) -> list:
+    out = []
+    for m in messages:
+        role = m.get("role")
+        if role in ("system", "developer", "user", "assistant", "tool"):
+            out.append(m)
+            continue
+        head = f"Result of {m.get('name') or 'a function'}:" if role == "function" \
+            else f"{role}:"
+        out.append({"role": "user", "content": _glued(head, m.get("content"))})
+    return out
+
+
+def _each_call(messages: list, change: Callable[[dict], dict]) -> list:
+    return [dict(m, tool_calls=[change(c) if isinstance(c, dict) else c
+                                for c in m["tool_calls"]])
+            if isinstance(m.get("tool_calls"), list) else m for m in messages]
+
+
+def _object_arguments(messages: list) -> list:
+    "Arguments that are no JSON object inside of one, word for word."
+    def change(call: dict) -> dict:
+        function = _function(call)
+        given = function.get("arguments") if function else {}
+        try:
+            value = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            value = {"text": given} if given.strip() else {}
+        else:
+            if function is None or isinstance(value, dict):
+                return call
+            value = {} if value is None else {"value": value}
+        return dict(call, function=dict(function, arguments=dump_json(
+            value, "arguments")))
+    return _each_call(messages, change)
+
+
+def _short_ids(messages: list) -> list:
+    "Call ids of nine letters and digits, which some templates insist on."
+    def short(value: Any) -> str:
+        if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9]{9}", value):
+            return value
+        return hashlib.blake2b(str(value).encode("utf-8", "surrogatepass"),
+                               digest_size=5).hexdigest()[:9]
+    out = _each_call(messages, lambda c: dict(c, id=short(c.get("id"))))
+    return [dict(m, tool_call_id=short(m.get("tool_call_id")))
+            if m.get("role") == "tool" else m for m in out]
+
+
+def _no_thoughts_in_calls(messages: list) -> list:
+    return [{k: v for k, v in m.items() if k != "reasoning_content"}
+            if m.get("tool_calls") and m.get("content") else m for m in messages]
+
+
+def _no_thoughts(messages: list) -> list:
+    return [{k: v for k, v in m.items() if k not in ("reasoning_content", "reasoning")}
+            for m in messages]
+
+
+def _calls_as_text(messages: list) -> list:
+    "Calls and results in words, for templates that know neither."
+    names: dict = {}
+    out = []
+    for m in messages:
+        if m.get("role") == "tool":
+            name = names.get(m.get("tool_call_id")) or m.get("name") or "a tool"
+            out.append({"role": "user", "content": _glued(f"Result of {name}:",
+                                                          m.get("content"))})
+        elif m.get("tool_calls"):
+            told = []
+            for call in m["tool_calls"]:
+                function = _function(call) or {}
+                names[call.get("id") if isinstance(call, dict) else None] = \
+                    function.get("name")
+                given = function.get("arguments")
+                given = given if isinstance(given, str) else json.dumps(given)
+                told.append(f"I call {function.get('name')} with {given}")
+            out.append(dict({k: v for k, v in m.items() if k != "tool_calls"},
+                            content=_glued(m.get("content"), "\n".join(told))))
+        else:
+            out.append(m)
+    return out
+
+
+def _reminder(content: Any) -> Any:
+    if isinstance(content, str):
+        return f"<system-reminder>\n{content}\n</system-reminder>"
+    return [text_part("<system-reminder>"), *content, text_part("</system-reminder>")]
+
+
+def _one_system(messages: list) -> list:
+    """System texts in front as one; a later one as a reminder by the user, so that what
+    stands before it keeps its tokens."""
+    n = next((i for i, m in enumerate(messages) if not _is_system(m)), len(messages))
+    out: list = []
+    if n:
+        content = messages[0].get("content")
+        for m in messages[1:n]:
+            content = _glued(content, m.get("content"))
+        out.append(dict(messages[0], role="system", content=content))
+    for m in messages[n:]:
+        if _is_system(m):
+            m = {"role": "user", "content": _reminder(_plain(m.get("content")))}
+        out.append(m)
+    return out
+
+
+def _no_system(messages: list) -> list:
+    "The system text at the head of the first user message."
+    out = _one_system(messages)
+    if not out or not _is_system(out[0]):
+        return out
+    head, rest = out[0], out[1:]
+    if rest and rest[0].get("role") == "user":
+        first = dict(rest[0], content=_glued(head.get("content"),
+                                             rest[0].get("content")))
+        return [first] + rest[1:]
+    return [dict(head, role="user")] + rest
+
+
+def _bridged(messages: list) -> list:
+    "A word of the assistant between a result and what the user says next."
+    out: list = []
+    for m in messages:
+        if out and out[-1].get("role") == "tool" and m.get("role") == "user":
+            out.append({"role": "assistant", "content": "(noted)"})
+        out.append(m)
+    return out
+
+
+def _alternating(messages: list) -> list:
+    "Neighbours of one role as one message; the first word is the user's."
+    out: list = []
+    for m in messages:
+        last = out[-1] if out else {}
+        if m.get("role") == last.get("role") and m.get("role") in ("user", "assistant"):
+            both = dict(last, **m)
+            both["content"] = _glued(last.get("content"), m.get("content"))
+            calls = (last.get("tool_calls") or []) + (m.get("tool_calls") or [])
+            thoughts = [x["reasoning_content"] for x in (last, m)
+                        if isinstance(x.get("reasoning_content"), str)]
+            both.update({"tool_calls": calls} if calls else {})
+            if thoughts:
+                both["reasoning_content"] = "\n\n".join(thoughts)
+            out[-1] = both
+            continue
+        if m.get("role") == "assistant" and (not out or _is_system(last)):
+            out.append({"role": "user", "content": "(the conversation goes on)"})
+        out.append(m)
+    return out
+
+
+class _Form(NamedTuple):
+    change: Callable[[list], list]
+    words: str                   # for people, in `cache.steadied` and the log
+    hint: str                    # refusals that ask for this one
+
+
+# In the order in which they are applied: each leaves what the later ones expect.
+_FORMS = {
+    "text": _Form(_plain_texts, "contents as plain text", r"content|string|concat"),
+    "roles": _Form(_known_roles, "unknown roles told by the user", r"role"),
+    "args": _Form(_object_arguments, "call arguments as objects", r"argument"),
+    "ids": _Form(_short_ids, "call ids of nine letters", r"\bIDs?\b.*(length|9)"),
+    "thoughts": _Form(_no_thoughts_in_calls, "no reasoning beside a call with text",
+                      r"think|reason|thought"),
+    "no_thoughts": _Form(_no_thoughts, "no reasoning", r"think|reason|thought"),
+    "calls": _Form(_calls_as_text, "calls and results told as text", r"tool|function"),
+    "system": _Form(_one_system, "one system message in front, later ones as reminders",
+                    r"system"),
+    "no_system": _Form(_no_system, "the system text in the first user message",
+                       r"system.*not|support"),
+    "bridge": _Form(_bridged, "a word between a result and the user's text",
+                    r"altern|tool"),
+    "alternate": _Form(_alternating, "neighbours of one role merged",
+                       r"altern|after|2 or more")}
+# From what changes least of the meaning to what changes most.
+_NEAREST = ("text", "args", "ids", "system", "alternate", "bridge", "roles",
+            "no_system", "thoughts", "no_thoughts", "calls")
+
+
+def apply_forms(messages: list, forms: Iterable[str]) -> tuple:
+    """(messages, words): the history in these forms; only what must change does.
+
+    Looks only backwards, so the forms of one turn begin like those of the next.
+    """
+    words, forms = [], set(forms)
+    for name, form in _FORMS.items():
+        if name in forms:
+            changed = form.change(messages)
+            if changed != messages:
+                words.append("template: " + form.words)
+                messages = changed
+    return messages, words
+
+
+def nearer_forms(messages: list, refusal: str, known: Iterable[str] = ()) -> Iterable:
+    """Sets of forms to try after this refusal, nearest first: one that the refusal's
+    words ask for, any one, then ever more of them together.
+
+    `known` ones are part of each.  Sets that change nothing new are left out.
+    """
+    known = frozenset(known)
+    asked = refusal_words(refusal)
+    singles = sorted((n for n in _NEAREST if n not in known),
+                     key=lambda n: not re.search(_FORMS[n].hint, asked, re.I))
+    growing = [set(_NEAREST[:i]) for i in range(2, len(_NEAREST) + 1)]
+    seen = [apply_forms(messages, known)[0]]
+    for forms in [{n} for n in singles] + growing:
+        forms = known | forms
+        changed = apply_forms(messages, forms)[0]
+        if changed not in seen:
+            seen.append(changed)
+            yield forms
+
+
+def nearer_messages(messages: list, refusal: str, known: Iterable[str] = ()) \
+        -> Iterable:
+    "(messages, words) of each of `nearer_forms`."
+    for forms in nearer_forms(messages, refusal, known):
+        yield apply_forms(messages, forms)
+
+
+def lost_system(messages: list, prompt: str) -> bool:
+    "Did the template leave out a system message without a word?"
+    for m in messages:
+        if _is_system(m):
+            text = _plain(m.get("content"))
+            line = text.strip().split("\n")[0].strip()[:60] \
+                if isinstance(text, str) else ""
+            if line and line not in prompt:
+                return True
+    return False
+
+
+# ---- what was learned ----------------------------------------------------------
+class Habits:
+    "What one model's engine was found to take; told by its refusals, bounded."
+    MOST = 512                   # schemas and patterns that are remembered
+
+    def __init__(self) -> None:
+        self.forms: frozenset = frozenset()
+        self.silent = False      # its template drops system texts, and nothing helps
+        self._rungs: OrderedDict = OrderedDict()     # digest of a schema -> rung
+        self._bad: OrderedDict = OrderedDict()       # patterns called invalid
+
+    @staticmethod
+    def _digest(value: Any) -> bytes:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"),
+                               digest_size=12).digest()
+
+    def rung(self, value: Any) -> int:
+        return self._rungs.get(self._digest(value), AS_SENT) if self._rungs else AS_SENT
+
+    def _at(self, held: _Held, rung: int) -> Any:
+        "A holder's value on a rung, to see whether that rung changes anything."
+        if held.value is held.schema or not isinstance(held.value, dict):
+            return reduced_schema(held.schema, rung, tuple(self._bad))[0]
+        return reduced_tools([{"function": held.value}], lambda f: rung,
+                             tuple(self._bad))[0]
+
+    def fit(self, body: dict, forms: Optional[Iterable[str]] = None) -> tuple:
+        """(body, words): the ask in the forms that are known to be taken; with `forms`
+        in those instead."""
+        forms = self.forms if forms is None else forms
+        if not (forms or self._rungs):
+            return body, []
+        out, words = dict(body), []
+        if forms and isinstance(body.get("messages"), list):
+            out["messages"], words = apply_forms(body["messages"], forms)
+        if self._rungs:
+            words += self._fit_schemas(out)
+        return (out, words) if words else (body, [])
+
+    def _fit_schemas(self, out: dict) -> list:
+        words, bad = [], tuple(self._bad)
+        if isinstance(out.get("tools"), list):
+            out["tools"], words = reduced_tools(out["tools"], self.rung, bad)
+        for label, schema in _formats(out):
+            lesser, dropped = reduced_schema(schema, self.rung(schema), bad)
+            if not dropped:
+                continue
+            words.append(f"schema of {label}: without {_list(dropped)}")
+            if label == "json_schema":
+                out[label] = lesser
+            elif isinstance(out[label].get("json_schema"), dict):
+                out[label] = dict(out[label], json_schema=dict(
+                    out[label]["json_schema"], schema=lesser))
+            else:
+                out[label] = dict(out[label], schema=lesser)
+        return words
+
+    def blamed(self, body: dict, refusal: str) -> list:
+        """The schemas a refusal may be about: those with the patterns it calls invalid,
+        those with a fault known to be refused, those that have the place it names, all
+        with dubious keywords, all: the first of these sets that is not empty."""
+        place, patterns = _PLACE.search(refusal), _BAD_PATTERN.findall(refusal)
+        everyone = _schemas(body)
+        named = [h for h in everyone if _has_pattern(h, patterns)] if patterns else \
+            _with_place(everyone, place) if place else []
+        held = [h for h in named or everyone if self.rung(h.value) < HOPELESS]
+        if patterns:
+            return held
+        faulty = [h for h in held if self.rung(h.value) < MENDED
+                  and self._at(h, MENDED) != self._at(h, AS_SENT)]
+        return faulty or (named and held) or [
+            h for h in held if self.rung(h.value) < REDUCED
+            and self._at(h, REDUCED) != self._at(h, AS_SENT)] or held
+
+    def climb(self, body: dict, refusal: str) -> bool:
+        "Take the refused schemas of an ask a rung down; False when none is left to."
+        if "grammar" in body:
+            return False                 # the client's own grammar is what is refused
+        patterns = [p for p in _BAD_PATTERN.findall(refusal)[:32] if p not in self._bad]
+        self._bad.update(dict.fromkeys(patterns))
+        if any(MENDED <= self.rung(h.value) < OPEN and _has_pattern(h, patterns)
+               for h in _schemas(body)):
+            return True                  # that alone gives them another form
+        moved = False
+        for held in self.blamed(body, refusal):
+            now = rung = self.rung(held.value)
+            while rung < held.last and self._at(held, rung) == self._at(held, now):
+                rung += 1
+            if self._at(held, rung) == self._at(held, now):
+                rung = HOPELESS
+            self._rungs[self._digest(held.value)] = rung
+            moved = moved or rung < HOPELESS
+        for memory in (self._rungs, self._bad):
+            while len(memory) > self.MOST:
+                memory.popitem(last=False)
+        return moved
+
+    def schema_hint(self, body: dict, refusal: str) -> str:
+        "Which schema is in the way, and where: for the client whose ask fails."
+        place = _PLACE.search(refusal)
+        at = f" at {place.group(1)} ({scrub(place.group(2))[:120]})" if place else ""
+        held = _schemas(body)
+        if place:
+            held = _with_place(held, place) or held
+        patterns = _BAD_PATTERN.findall(refusal)
+        if patterns:
+            at = f", which has the pattern {scrub(patterns[0])[:120]!r}"
+            held = [h for h in held if _has_pattern(h, patterns)] or held
+        if not held or "grammar" in body:
+            return "mend the grammar that was sent"
+        return f"simplify the schema of {_list([h.label for h in held])}{at}"
+
+
+# ============================================================================
 # 14. BOOK - what we believe the slots hold; changed only by events.
-#    uses: TOKENS, TRIE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap, Option,
-#    Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn, Shelved,
-#    Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT, verdict, Rates,
-#    MOVE_FIXED_MS.
+#    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap,
+#    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn,
+#    Shelved, Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT,
+#    verdict, Rates, MOVE_FIXED_MS.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
 MOVE_FIXED_MS = 1.5          # of a save or restore, whatever the size
 _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
+_PARENTS = 512               # of families that are remembered
 
 
 class Prompt(NamedTuple):
@@ -4400,6 +5293,7 @@ class Slot(NamedTuple):
     restored: int = 0        # tokens of the snapshot it came from: behind its window
     shelved: int = 0         # of `size`, tokens that a snapshot holds too
     lead: int = 0            # tokens that its ask computes ahead, and saves on the way
+    parent: str = ""         # the conversation that waits for this one
 
 
 class Snap(NamedTuple):
@@ -4636,11 +5530,14 @@ class Book:
         self.known: OrderedDict = OrderedDict()       # ask -> Known
         self.snaps: dict = {}                         # id -> Snap
         self.hot: OrderedDict = OrderedDict()    # last block hash of a head -> Hot
+        self.parents: OrderedDict = OrderedDict()    # family -> conversation
         self.budget, self.known_bytes = budget, 0
+        self.heard: Callable[[Any], None] = lambda event: None
 
     # ---- events -----------------------------------------------------------
     def apply(self, event: Any) -> None:
         getattr(self, "_on_" + type(event).__name__.lower())(event)
+        self.heard(event)
 
     def _on_reborn(self, e: Reborn) -> None:
         for s in self.slots:
@@ -4665,7 +5562,21 @@ class Book:
             e.request.klass, e.at, old.uses + 1,
             tuple(m for m in old.marks if m <= kept), e.request.limit,
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
-            e.lead)
+            e.lead, self._parent(e.request))
+
+    def _parent(self, request: Request) -> str:
+        """The conversation that waits while this ask runs: the first agent of its
+        family, since an agent sees to its children before it goes on."""
+        if not request.family or request.klass != "agent":
+            return ""
+        if not request.child:
+            self.parents.setdefault(request.family, request.conversation)
+        if request.family in self.parents:
+            self.parents.move_to_end(request.family)
+        while len(self.parents) > _PARENTS:
+            self.parents.popitem(last=False)
+        parent = self.parents.get(request.family, "")
+        return parent if parent != request.conversation else ""
 
     def _retire(self, old: Slot, e: Dispatched) -> None:
         "Remember whose tail is being cut, to learn whether that was wise."
@@ -4770,6 +5681,13 @@ class Book:
         self.counters.computed_tokens += e.n_tokens
         self.counters.side_tokens += e.n_tokens
 
+    def held(self) -> list:
+        "What slots and snapshots hold, by name, for a picture."
+        slots = [Held(f"slot {s.slot}", self.trie.tokens((self.life, s.slot)))
+                 for s in self.slots if (self.life, s.slot) in self.trie]
+        return slots + [Held(f"snap {i}", t) for i, t in (
+            (s.id, t) for s, t in self.snapshots())]
+
     def snapshots(self) -> list:
         "[(snapshot, its tokens)]"
         return [(s, self.trie.tokens(("snap", i))) for i, s in self.snaps.items()]
@@ -4865,7 +5783,7 @@ class Book:
             for m in self.trie.match(prompt.tokens, prompt.hashes,
                                      limit=len(self.slots) + 8):
                 lengths[m.holder] = m.length
-        out = []
+        out, waiting = [], {s.parent for s in self.slots if s.busy and s.parent}
         for s in self.slots:
             holder = (self.life, s.slot)
             match = lengths.get(holder)
@@ -4877,7 +5795,8 @@ class Book:
             both_named = s.named and request.named
             own = same if both_named or s.opaque else goes_on
             out.append(Option(s, match, own, prompt is not None
-                              and _leaves_inside(prompt, match), now - s.used_at,
+                              and _leaves_inside(prompt, match),
+                              0.0 if s.conversation in waiting else now - s.used_at,
                               pooled.get(s.slot, 0)))
         return out
 
@@ -5493,6 +6412,11 @@ def _known_again(mine: Tokens, theirs: Tokens, start: int) -> int:
     return n
 
 
+def _thread(ask: Ask) -> str:
+    "What a client's summary of a conversation shares with the conversation."
+    return ask.conversation.partition(".")[0]
+
+
 def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
     """(the earlier ask that had most of this one's tokens, those in common from the
     start); (None, ...) when none had much.
@@ -5506,7 +6430,7 @@ def _relative(ask: Ask, past: Sequence[Ask]) -> tuple:
     for number, common, p in found[-_LATEST:] + longest:
         if number not in rated:
             shared = max(common, len(mine & _runs(p.tokens).keys()))
-            own = BLOCK if p.conversation == ask.conversation else 0
+            own = BLOCK if _thread(p) == _thread(ask) else 0
             rated[number] = ((shared + own) // BLOCK, common, number, shared, p)
     if not rated:
         return None, 0
@@ -5583,7 +6507,7 @@ def _textual(ask: Ask, other: Ask, common: int, behind: int,
     ended = common >= (other.starts[-1] if other.starts else m - BLOCK // 4)
     if n - max(common, ask.reused) <= BLOCK // 4 or ended and not unused:
         return "none"                    # it goes on where the other ended
-    if number <= 1 and n < 0.6 * m and ask.conversation == other.conversation:
+    if number <= 1 and n < 0.6 * m and _thread(ask) == _thread(other):
         return "compaction"
     if ended or behind < _RUN:
         return "none" if not unused else "replay" if replay else "edited"
@@ -5696,20 +6620,65 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 # ============================================================================
 # 17. GGUF - what a model file's header says about memory.
-#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, Part, read_part.
+#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, read_sort, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
-#    nothing is allocated by a claimed size, and the header has a byte budget.
+#    nothing is allocated by a claimed size, long arrays are stepped over, and what is
+#    kept has a budget.  Which layers keep what follows llama.cpp (b11434: load_hparams,
+#    create_memory); a header that leaves something out gets a high guess and a note.
 # ============================================================================
 _GGUF_NUMBERS = {0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4),
                  5: ("i", 4), 6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8),
                  12: ("d", 8)}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
-_HEADER_BUDGET = 128 << 20
-_KEEP_ARRAY = 4096           # longer arrays (vocabularies) are skipped, not kept
-# Architectures whose state cannot be rewound, beside those with ssm/recurrent keys.
-_RECURRENT = ("mamba", "rwkv", "qwen3next", "qwen35", "lfm2", "granitehybrid",
-              "falcon-h1", "jamba", "nemotron_h", "plamo2", "kimi-linear", "arwkv")
+_KEEP_BYTES = 4 << 20        # of keys, texts, arrays and tensor names together
+_KEEP_ARRAY = 4096           # longer arrays (vocabularies) are stepped over, not kept
+_KEEP_STRING = 1 << 20       # so are longer texts; chat templates have some 20 KiB
+_MOST_STRINGS = 2 << 20      # in arrays; the largest vocabularies have 0.8 M
+_MOST_LAYERS = 1024          # llama.cpp itself stops at 512
+# ggml type: name, elements of a block, bytes of a block (ggml.h, ggml-common.h)
+_GGML_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1),
+    25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18)}
+# general.file_type, where the name of the file does not tell
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1",
+    10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M",
+    16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S",
+    22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
+    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0",
+    37: "TQ2_0", 38: "MXFP4", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0"}
+_QUANT_NAME = re.compile(
+    r"(?i)(?:^|[-._])((?:UD-)?(?:I?Q[1-8]_[0-9A-Z_]+|Q[2-8]K?|TQ[12]_0|BF16|F16|F32"
+    r"|FP16|MXFP4(?:_MOE)?|NVFP4))(?=[-.]|$)")
+# Windowed layers where the header gives no pattern: period, and is the full layer of
+# a period its first one (else its last)?
+_PERIODS = {
+    "gemma2": (2, False), "gemma3": (6, False), "gemma3n": (5, False),
+    "gemma-embedding": (6, False), "gpt-oss": (2, False), "cohere2": (4, False),
+    "cohere2moe": (4, True), "llama4": (4, False), "exaone4": (4, False),
+    "exaone-moe": (4, False), "olmo2": (4, False), "plamo3": (8, False),
+    "muse-glimmer": (4, False), "afmoe": (4, False), "laguna": (4, True),
+    "mellum": (4, False), "smallthinker": (4, True), "modern-bert": (3, True)}
+# Window where the key is missing (or not used): tokens
+_WINDOWS = {"gemma2": 4096, "llama4": 8192, "exaone-moe": 128}
+# Types that a CPU build lays out anew in memory of its own (repack.cpp, AVX2 and NEON)
+_REPACKED = ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
+_ALL_RECURRENT = ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
+_BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp", "minimax-01")
+_BY_NO_KV = ("jamba", "granitehybrid", "lfm2", "lfm2moe", "plamo2", "kimi-linear",
+             "bailingmoe3", "kimi-k3", "glm5-next", "nemotron_h", "nemotron_h_moe",
+             "falcon-h1")
+_OWN_CACHES = ("deepseek4", "dflash", "minimax-m3", "dots3note")   # not worked out
 
 
 class BadModel(TokiError):
@@ -5717,15 +6686,44 @@ class BadModel(TokiError):
 
 
 class ModelFacts(NamedTuple):
-    "What toki needs of a GGUF header.  Bytes are exact, kinds are DECIDE's words."
+    """What toki needs of a GGUF header.  Bytes are exact, kinds are DECIDE's words.
+
+    `notes` says what the header left out; where it is not empty, KV is a high guess.
+    """
     name: str
     architecture: str
     kind: str                # "rewindable" | "window" | "append-only"
     n_ctx_train: int
-    window: int
+    window: int              # tokens; 0: no layer has one
     kv_bytes: int            # a token, at f16, all layers that hold every token
-    template: bool
-    size: int                # bytes of the file
+    template: bool           # a chat template
+    size: int                # bytes of the file, all parts
+    weight_bytes: int = 0    # all tensors, all parts
+    params: int = 0
+    tensors: int = 0
+    quant: str = ""          # "Q4_K_M": by the name of the file, else by the header
+    layers: int = 0
+    n_embd: int = 0
+    n_ff: int = 0            # feed-forward width that one token passes
+    n_vocab: int = 0
+    n_merges: int = 0
+    kv_full: tuple = (0, 0)  # elements a token of K and of V: layers with every token
+    kv_windowed: tuple = (0, 0)      # the same of the windowed layers
+    layers_full: int = 0
+    layers_windowed: int = 0
+    layers_recurrent: int = 0
+    state_bytes: int = 0     # recurrent state of a slot, always f32
+    state_width: int = 0     # elements a token of its widest intermediate
+    q8_kv: bool = True       # head sizes that q8_0 can hold (blocks of 32)
+    embedding_bytes: int = 0         # token embeddings: on the host, GPU or not
+    repack_bytes: int = 0    # weights that a CPU build copies unless --no-repack
+    parts: tuple = ()        # file names, when there is more than one
+    notes: tuple = ()
+
+    @property
+    def windowed_bytes(self) -> int:
+        "KV bytes of a cell of all windowed layers, at f16."
+        return 2 * sum(self.kv_windowed)
 
 
 class _Header:
@@ -5733,33 +6731,66 @@ class _Header:
 
     def __init__(self, file: Any, size: int, order: str = "<"):
         self.file, self.size, self.at, self.order = file, size, 0, order
-        self.left = _HEADER_BUDGET
+        self.keep, self.strings = _KEEP_BYTES, _MOST_STRINGS
 
-    def take(self, n: int) -> bytes:
+    def _within(self, n: int) -> None:
         if n > self.size - self.at:
             raise BadModel(f"the header ends early: {n} bytes wanted at {self.at}, "
                            f"the file has {self.size}", "download the file again")
-        self.left -= n
-        if self.left < 0:
-            raise BadModel("the header is larger than 128 MiB", "this is no real model")
+
+    def take(self, n: int) -> bytes:
+        self._within(n)
+        self.keep -= n
+        if self.keep < 0:
+            raise BadModel("the header holds more than any model's",
+                           "this is no real model")
         data = self.file.read(n)
         if len(data) != n:
-            raise BadModel(f"the file ended at {self.at + len(data)}")
+            raise BadModel(f"the file ended at {self.at + len(data)}",
+                           "download the file again")
         self.at += n
         return data
+
+    def skip(self, n: int) -> None:
+        self._within(n)
+        self.at += n
+        self.file.seek(self.at)
 
     def number(self, kind: int) -> Any:
         letter, width = _GGUF_NUMBERS[kind]
         raw = self.take(width)
+        self.keep += width
         return raw != b"\0" if letter == "?" else struct.unpack(
             self.order + letter, raw)[0]
 
-    def string(self, most: int = 16 << 20) -> str:
+    def string(self, most: int = _KEEP_STRING) -> str:
+        "A text; '' in place of one that is longer than `most` bytes."
         n = self.number(10)
         if n > most:
-            raise BadModel(f"a string of {n} bytes in the header",
-                           "this is no real model")
+            self.skip(n)
+            return ""
         return self.take(n).decode("utf-8", "replace")
+
+    def pass_strings(self, n: int) -> None:
+        "Step over n texts."
+        self.strings -= n
+        if self.strings < 0:
+            raise BadModel(f"arrays of more than {_MOST_STRINGS:,} texts",
+                           "this is no real model")
+        length = struct.Struct(self.order + "Q").unpack_from
+        chunk, at, left = b"", 0, self.size - self.at
+        for _ in range(n):
+            if at + 8 > len(chunk):
+                self.skip(at)
+                chunk, at, left = self.file.read(1 << 16), 0, self.size - self.at
+                if len(chunk) < 8:
+                    self._within(8)
+                    raise BadModel(f"the file ended at {self.at + len(chunk)}",
+                                   "download the file again")
+            at += 8 + length(chunk, at)[0]
+            if at > left:
+                self._within(at)
+        self.skip(at)
 
     def value(self, kind: int) -> Any:
         if kind in _GGUF_NUMBERS:
@@ -5767,24 +6798,42 @@ class _Header:
         if kind == _GGUF_STRING:
             return self.string()
         if kind != _GGUF_ARRAY:
-            raise BadModel(f"a value of unknown type {kind} in the header")
+            raise BadModel(f"a value of unknown type {kind} in the header",
+                           "this is no real model")
         item, n = self.number(4), self.number(10)
         width = 8 if item == _GGUF_STRING else _GGUF_NUMBERS.get(item, ("", 0))[1]
         if not width:
-            raise BadModel(f"an array of type {item} in the header")
+            raise BadModel(f"an array of type {item} in the header",
+                           "this is no real model")
         if n * width > self.size - self.at:
-            raise BadModel(f"an array of {n} items does not fit the file")
+            raise BadModel(f"an array of {n} items does not fit the file",
+                           "this is no real model")
         if item == _GGUF_STRING:
-            kept = []
-            for _ in range(n):
-                text = self.string()
-                if n <= _KEEP_ARRAY:
-                    kept.append(text)
-            return kept
-        raw = self.take(n * width)
+            self.pass_strings(n)
+            return _Long(n)
         if n > _KEEP_ARRAY:
-            return []
+            self.skip(n * width)
+            return _Long(n)
+        self.keep -= 32 * n                  # what a list of numbers costs
+        raw = self.take(n * width)
         return list(struct.unpack(f"{self.order}{n}{_GGUF_NUMBERS[item][0]}", raw))
+
+
+class _Long(NamedTuple):
+    "An array that was stepped over."
+    n: int
+
+
+class _File(NamedTuple):
+    "One file's header: pairs, and its tensors summed."
+    pairs: dict
+    tensors: int
+    params: int
+    weight_bytes: int
+    embedding_bytes: int
+    repack_bytes: int
+    by_type: dict                # type name -> bytes
+    embedding: tuple             # dimensions of the token embeddings
 
 
 def _what_is_it(start: bytes) -> str:
@@ -5795,17 +6844,21 @@ def _what_is_it(start: bytes) -> str:
     return f"it starts with {start[:4]!r}" if start else "it is empty"
 
 
-def _read_header(file: Any, size: int) -> dict:
-    """All key-value pairs of a GGUF file, long arrays left out (`[]`).
+def _read_header(file: Any, size: int) -> _File:
+    """A whole header; raises BadModel for everything that is none.
 
-    Versions 2 and 3, both byte orders.  Raises BadModel for everything else.
+    Versions 2 and 3, both byte orders.
     """
     h = _Header(file, size)
     if size < 24:
-        raise BadModel(f"not a GGUF model: the file has {size} bytes")
+        start = h.take(min(size, 4))
+        raise BadModel(f"not a GGUF model: the file has {size} bytes"
+                       + ("" if start == b"GGUF" else "; " + _what_is_it(start)),
+                       "download the file again")
     magic = h.take(4)
     if magic != b"GGUF":
-        raise BadModel("not a GGUF model: " + _what_is_it(magic + h.take(20)))
+        raise BadModel("not a GGUF model: " + _what_is_it(magic + h.take(20)),
+                       "give the path of a .gguf file")
     raw = h.take(4)
     version = struct.unpack("<I", raw)[0]
     if version & 0xFFFF == 0:
@@ -5814,115 +6867,878 @@ def _read_header(file: Any, size: int) -> dict:
         raise BadModel(f"GGUF version {version}; versions 2 and 3 can be read",
                        "convert or download a current file")
     n_tensors, n_pairs = h.number(10), h.number(10)
-    if n_tensors > 1 << 20 or n_pairs > 1 << 16 or n_pairs * 13 > size:
+    if n_tensors > 1 << 14 or n_pairs > 1 << 12 \
+            or n_pairs * 13 + n_tensors * 24 > size:
         raise BadModel(f"{n_pairs} keys and {n_tensors} tensors claimed by a file "
-                       f"of {size} bytes")
+                       f"of {size} bytes", "this is no real model")
     pairs: dict = {}
     for _ in range(n_pairs):
         key = h.string(65535)
         if not key or key in pairs:
-            raise BadModel(f"the key {key[:80]!r} is empty or stands twice")
+            raise BadModel(f"the key {key[:80]!r} is empty, too long or stands twice",
+                           "this is no real model")
         pairs[key] = h.value(h.number(4))
-    return pairs
+        h.keep -= 128                        # what a dict entry costs
+    return _tensors(h, pairs, n_tensors)
+
+
+def _tensors(h: _Header, pairs: dict, n_tensors: int) -> _File:
+    "The tensor table summed; every tensor must lie within the file, after the last."
+    align = pairs.get("general.alignment", 32)
+    if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
+        raise BadModel(f"an alignment of {str(align)[:40]}", "this is no real model")
+    seen: set = set()
+    params = weights = embedding_bytes = repack_bytes = end = 0
+    by_type: dict = {}
+    embedding: tuple = ()
+    for _ in range(n_tensors):
+        name, n_dims = h.string(64), h.number(4)
+        if n_dims > 4 or not name or name in seen:
+            raise BadModel(f"the tensor {name!r} has {n_dims} dimensions, no name or "
+                           "stands twice", "this is no real model")
+        seen.add(name)
+        h.keep -= 64
+        dims = [h.number(10) for _ in range(n_dims)]
+        kind, offset = h.number(4), h.number(10)
+        elements = 1
+        for d in dims:
+            elements *= min(d, 1 << 50)
+        if kind not in _GGML_TYPES or elements > 1 << 50:
+            raise BadModel(f"the tensor {name!r} is of type {kind} and has {elements} "
+                           "elements", "a newer kind of file, or a damaged one")
+        word, block, width = _GGML_TYPES[kind]
+        n_bytes = -(-elements // block) * width
+        if offset != end:
+            raise BadModel(f"the tensor {name!r} lies at {offset}, not at {end}",
+                           "a damaged file: download it again")
+        end = -(-(offset + n_bytes) // align) * align
+        params, weights = params + elements, weights + n_bytes
+        by_type[word] = by_type.get(word, 0) + n_bytes
+        if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+            embedding_bytes += n_bytes
+            embedding = embedding or tuple(dims)
+        elif word in _REPACKED:
+            repack_bytes += n_bytes
+    data = -(-h.at // align) * align
+    if n_tensors and data + offset + n_bytes > h.size:
+        raise BadModel(f"the file is cut short: {h.size:,} bytes are there, the header "
+                       f"speaks of {data + offset + n_bytes:,}",
+                       "download the file again")
+    return _File(pairs, n_tensors, params, weights, embedding_bytes, repack_bytes,
+                 by_type, embedding)
 
 
 def _per_layer(value: Any, layers: int, default: int = 0) -> list:
-    "A scalar or per-layer array as one number a layer."
+    "A scalar or per-layer array as one number a layer; short arrays end in `default`."
+    if isinstance(value, _Long):
+        raise TypeError(f"{value.n} entries for {layers} layers")
     if isinstance(value, list):
-        return [int(v) for v in value[:layers]] + [default] * (layers - len(value))
-    return [default if value is None else int(value)] * layers
+        return [_natural_or_0(v) for v in value[:layers]] + [default] * (
+            layers - len(value))
+    return [default if value is None else _natural_or_0(value)] * layers
 
 
-def _kv_bytes(pairs: dict) -> int:
-    """KV bytes a token at f16, over the layers that hold every token (windowed and
-    recurrent layers have a constant size and count as 0).
+def _natural_or_0(value: Any) -> int:
+    "A count out of a header; what cannot be one is 0."
+    return int(value) if 0 <= value < 1 << 40 else 0
 
-    Dense: n_head_kv * (key + value) * 2 a layer; latent attention: one row of
-    key_length * 2 (llama.cpp: llama_kv_cache).  Guesses high when keys are missing.
+
+class _Shape:
+    "What each layer of one model keeps, worked out of the header's keys."
+
+    def __init__(self, pairs: dict, arch: str, width: int):
+        self.pairs, self.arch = pairs, arch
+        self.notes: list = []
+        self.n_embd = self.number("embedding_length") or width
+        total = self.number("block_count")
+        self.layers = total - self.number("nextn_predict_layers")
+        if not 0 < self.layers <= _MOST_LAYERS:
+            raise BadModel(f"the header of this {arch!r} model names "
+                           f"{fmt_n(self.layers)} layers",
+                           "give the first part of a split model"
+                           if not total else "this is no real model")
+        self.layers *= max(1, min(16, self.number("num_loops")))
+        self.window, self.windowed = self._windows()
+        self.recurrent = self._recurrent()
+        self._heads()
+        self.state_bytes, self.state_width = self._state()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.pairs.get(f"{self.arch}.{key}", default)
+
+    def number(self, key: str, default: int = 0) -> int:
+        value = self.get(key, default)
+        if isinstance(value, (list, _Long)):
+            raise TypeError(f"{key} is an array")
+        return _natural_or_0(value)
+
+    def hybrid(self) -> bool:
+        "Are there layers whose state cannot be rewound?"
+        return self.arch in _ALL_RECURRENT + _BY_INTERVAL + _BY_NO_KV + ("deepseek4",) \
+            or any(k.startswith((f"{self.arch}.ssm.", f"{self.arch}.wkv.",
+                                 f"{self.arch}.shortconv.", f"{self.arch}.kda."))
+                   for k in self.pairs)
+
+    def _windows(self) -> tuple:
+        "(window, [windowed?]); an unknown pattern counts every layer as full."
+        arch, none = self.arch, [False] * self.layers
+        window = self.number("attention.sliding_window", _WINDOWS.get(arch, 0))
+        pattern = self.get("attention.sliding_window_pattern")
+        if arch == "smallthinker" and window:
+            window = 4096
+        if arch == "exaone4":
+            window = (window or 4096) if self.layers == 64 else 0
+        if arch.startswith("lfm2") and window:
+            pattern = [1] * self.layers      # all that are not recurrent
+        if not window or arch == "phi3":     # the engine has it switched off there
+            return 0, none
+        if isinstance(pattern, list):
+            flags = [bool(v) for v in _per_layer(pattern, self.layers)]
+            if len(pattern) < self.layers:
+                self.notes.append("the window pattern is shorter than the layers")
+        else:
+            period, first = _PERIODS.get(arch, (0, False))
+            period = int(pattern) if isinstance(pattern, int) else period
+            if not period:
+                return 0, none               # the engine does not read the key there
+            flags = [bool(i % period) if first else i % period < period - 1
+                     for i in range(self.layers)]
+        return (window, flags) if any(flags) else (0, none)
+
+    def _recurrent(self) -> list:
+        "[has a recurrent state?] of all layers."
+        n, arch = self.layers, self.arch
+        if arch in _ALL_RECURRENT or arch == "falcon-h1":
+            return [True] * n
+        if arch in _BY_INTERVAL:
+            listed = self.get("attention.recurrent_layers")
+            if listed is not None:
+                return [bool(v) for v in _per_layer(listed, n)]
+            every = self.number("full_attention_interval", 4) or 4
+            return [(i + 1) % every != 0 for i in range(n)]
+        if not self.hybrid():
+            return [False] * n
+        kv = _per_layer(self.get("attention.head_count_kv"), n, 1)
+        wide = _per_layer(self.get("feed_forward_length"), n, 0) \
+            if arch.startswith("nemotron") else [0] * n
+        return [not heads and not ff for heads, ff in zip(kv, wide)]
+
+    def _heads(self) -> None:
+        "Elements of K and V a token, over full and over windowed layers."
+        n, arch = self.layers, self.arch
+        self.kv_full, self.kv_windowed = [0, 0], [0, 0]
+        self.layers_full = self.layers_windowed = 0
+        self.q8 = True
+        heads = self.get("attention.head_count")
+        if arch in _ALL_RECURRENT:
+            return
+        if not heads:
+            self.notes.append("the header names no attention heads")
+            heads = 1
+        for what, key in (("head_count", heads),
+                          ("head_count_kv", self.get("attention.head_count_kv"))):
+            if isinstance(key, list) and len(key) < n:
+                self.notes.append(f"{what} has {len(key)} entries for {n} layers")
+        heads = _per_layer(heads, n, max(_per_layer(heads, n)))
+        kv = self.get("attention.head_count_kv")
+        kv = heads if kv is None else _per_layer(kv, n, max(_per_layer(kv, n)))
+        width = self.n_embd // max(1, heads[0])
+        sizes = [self.number("attention.key_length") or width,
+                 self.number("attention.value_length") or width]
+        small = [self.number("attention.key_length_swa") or sizes[0],
+                 self.number("attention.value_length_swa") or sizes[1]]
+        latent = self.number("attention.key_length_mla") \
+            and self.number("attention.value_length_mla")
+        index = self.number("attention.indexer.key_length")
+        if not self.n_embd and not all(sizes):
+            raise BadModel(f"the header of this {arch!r} model names neither widths "
+                           "nor head sizes", "download another copy")
+        if arch in _OWN_CACHES:
+            self.notes.append(f"the caches of {arch!r} models are not known to toki")
+        own = 20 if arch == "gemma3n" else n - self.number(
+            "attention.shared_kv_layers")
+        for i in range(min(n, own)):
+            if self.recurrent[i] and arch != "falcon-h1":
+                continue
+            total = self.kv_windowed if self.windowed[i] else self.kv_full
+            k, v = small if self.windowed[i] else sizes
+            total[0] += kv[i] * k + (0 if self.windowed[i] else index)
+            total[1] += 0 if latent else kv[i] * v
+            self.q8 = self.q8 and not (k % 32 or (v % 32 and not latent))
+            self.layers_windowed += self.windowed[i]
+            self.layers_full += not self.windowed[i] and kv[i] > 0
+
+    def _state(self) -> tuple:
+        "(bytes a slot of all recurrent layers, elements a token of the widest part)."
+        n = sum(self.recurrent)
+        number, embd = self.number, self.n_embd
+        conv = number("ssm.conv_kernel")
+        inner = number("ssm.inner_size") + 2 * number("ssm.group_count") * number(
+            "ssm.state_size")
+        heads = _per_layer(self.get("attention.head_count"), 1)[0]
+        if number("wkv.head_size"):
+            row = number("token_shift_count", 2) * embd
+            state, inner = embd * number("wkv.head_size"), 2 * embd
+        elif number("shortconv.l_cache"):
+            row, state, inner = embd * (number("shortconv.l_cache") - 1), 0, embd
+        elif number("kda.head_dim"):
+            inner = heads * number("kda.head_dim")
+            row = 3 * (conv - 1 if conv else 3) * inner
+            state = number("kda.head_dim") * inner
+        elif self.arch == "minimax-01":
+            row, inner = 0, heads * number("attention.key_length")
+            state = inner * number("attention.key_length")
+        else:
+            row = max(0, conv - 1) * inner
+            state = number("ssm.state_size") * number("ssm.inner_size")
+        if n and not row + state:
+            self.notes.append("the size of the recurrent state is not in the header")
+        return 4 * (row + state) * n, inner if n else 0
+
+    def n_ff(self) -> int:
+        "Feed-forward elements that one token passes: dense, or the experts it uses."
+        widths = _per_layer(self.get("feed_forward_length"), self.layers)
+        expert = max(_per_layer(self.get("expert_feed_forward_length"), self.layers))
+        used = max(_per_layer(self.get("expert_used_count"), self.layers))
+        shared = self.number("expert_shared_feed_forward_length") or \
+            expert * self.number("expert_shared_count")
+        return max(max(widths), expert * used + shared)
+
+
+def split_names(name: str) -> tuple:
+    "All part names of the split model that `name` is part 1 of; () for other names."
+    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", name)
+    if found is None:
+        return ()
+    return tuple(f"{found[1]}-{i:05d}-of-{found[3]}.gguf"
+                 for i in range(1, int(found[3]) + 1))
+
+
+def read_facts(file: Any, size: int, name: str,
+               part: Optional[Callable[[str], tuple]] = None) -> ModelFacts:
+    """The facts of an open GGUF file; raises BadModel, and nothing else, for one that
+    is no model, is damaged or incomplete.
+
+    `part` opens another part of a split model: its file name to (file, bytes); it may
+    raise OSError.  Without it only the part at hand is summed, and a note says so.
     """
-    arch = str(pairs.get("general.architecture", ""))
-
-    def get(key: str, default: Any = None) -> Any:
-        return pairs.get(f"{arch}.{key}", default)
-    layers = min(int(get("block_count", 0) or 0)
-                 - int(get("nextn_predict_layers", 0) or 0), 4096)
-    if layers <= 0 or arch in ("mamba", "mamba2") or "rwkv" in arch:
-        return 0
-    heads = _per_layer(get("attention.head_count"), layers, 1)
-    heads_kv = _per_layer(get("attention.head_count_kv", heads), layers, heads[0])
-    width = int(get("embedding_length", 0) or 0) // max(1, max(heads))
-    key = int(get("attention.key_length", width) or width)
-    value = int(get("attention.value_length", width) or width)
-    if get("attention.key_length_mla") is not None:
-        return 2 * layers * key
-    interval = int(get("full_attention_interval", 4) or 4)
-    shared = int(get("attention.shared_kv_layers", 0) or 0)
-    total = 0
-    for i in range(layers - shared):
-        windowed = _is_windowed(arch, get, i)
-        recurrent = arch in ("qwen3next", "qwen35", "qwen35moe") and (i + 1) % interval
-        if not windowed and not recurrent:
-            total += heads_kv[i] * (key + value) * 2
-    return total
-
-
-def _is_windowed(arch: str, get: Callable, layer: int) -> bool:
-    if not get("attention.sliding_window"):
-        return False
-    pattern = get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        return layer < len(pattern) and bool(pattern[layer])
-    period = int(pattern or {"gemma3": 6, "gpt-oss": 2, "gemma2": 2, "cohere2": 4}.get(
-        arch, 0))
-    return period > 0 and layer % period < period - 1
-
-
-def read_facts(file: Any, size: int, name: str) -> ModelFacts:
-    "The facts of an open GGUF file; raises BadModel."
     try:
-        return _facts(_read_header(file, size), size, name)
-    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        return _facts(_read_header(file, size), size, name, part)
+    except (TypeError, ValueError, OverflowError, IndexError, struct.error) as error:
         raise BadModel(f"a key of the header has the wrong type: {error}",
                        "this is no real model") from None
 
 
-class Part(NamedTuple):
-    "What a GGUF file says of itself as one of several."
-    no: int                  # from 0
-    count: int               # 0 or 1: it is whole
-    sort: str                # general.type: "model", "adapter", "mmproj", "imatrix", ""
+def read_sort(file: Any, size: int) -> str:
+    """What an open GGUF file calls itself (general.type): "model", "adapter", "mmproj",
+    "imatrix", or "" when it does not; raises BadModel."""
+    return str(_read_header(file, size).pairs.get("general.type", "")).lower()
 
 
-def read_part(file: Any, size: int) -> Part:
-    "Which part of a split model an open GGUF file is; raises BadModel."
-    try:
-        pairs = _read_header(file, size)
-        return Part(int(pairs.get("split.no", 0)), int(pairs.get("split.count", 0)),
-                    str(pairs.get("general.type", "")).lower())
-    except (TypeError, ValueError, OverflowError, struct.error) as error:
-        raise BadModel(f"a key of the header has the wrong type: {error}",
-                       "this is no real model") from None
+def _printable(text: str) -> str:
+    "A text of a file, fit for a terminal."
+    return "".join(c if c.isprintable() else "?" for c in text[:200])
 
 
-def _facts(pairs: dict, size: int, name: str) -> ModelFacts:
+def _facts(first: _File, size: int, name: str, part: Optional[Callable]) -> ModelFacts:
+    pairs = first.pairs
     arch = pairs.get("general.architecture")
-    if not isinstance(arch, str):
-        raise BadModel("the header names no architecture", "this file is no model")
-
-    def number(key: str) -> int:
-        value = pairs.get(f"{arch}.{key}")
-        return value if isinstance(value, int) and not isinstance(value, bool) else 0
-    if number("block_count") <= 0:
-        raise BadModel(f"the header of this {arch[:40]!r} model names no layers",
-                       "give the first part of a split model")
-    window = number("attention.sliding_window")
-    recurrent = arch.startswith(_RECURRENT) or any(
-        k.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv."))
-        for k in pairs)
-    kind = "append-only" if recurrent else "window" if window else "rewindable"
+    names = split_names(name)
+    if pairs.get("split.no") not in (None, 0):
+        raise BadModel("this is a later part of a split model", "give the first part"
+                       + (f": {names[0]}" if names else ""))
+    if not isinstance(arch, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", arch):
+        raise BadModel("the header names no architecture" if not isinstance(arch, str)
+                       else f"{arch[:80]!r} is no architecture",
+                       "this file is no model")
+    files, sizes = _part_files(first, size, name, names, part)
+    shape = _Shape(pairs, arch, first.embedding[0] if first.embedding else 0)
+    by_type: dict = {}
+    for f in files:
+        for word, n_bytes in f.by_type.items():
+            by_type[word] = by_type.get(word, 0) + n_bytes
+    count = pairs.get("split.count", 1)
+    if len(files) < count:
+        shape.notes.append(f"{count - len(files)} of {count} parts were not looked at")
     return ModelFacts(
-        str(pairs.get("general.name") or name), arch, kind, number("context_length"),
-        window, _kv_bytes(pairs), "tokenizer.chat_template" in pairs, size)
+        _printable(str(pairs.get("general.name") or name)), arch,
+        "append-only" if shape.hybrid() else "window" if shape.window
+        else "rewindable", shape.number("context_length"), shape.window,
+        2 * sum(shape.kv_full), any(k.startswith("tokenizer.chat_template")
+                                    for k in pairs),
+        sizes, sum(f.weight_bytes for f in files), sum(f.params for f in files),
+        sum(f.tensors for f in files), _quant(name, pairs, by_type), shape.layers,
+        shape.n_embd, shape.n_ff(), _n_items(pairs, "tokenizer.ggml.tokens"),
+        _n_items(pairs, "tokenizer.ggml.merges"), tuple(shape.kv_full),
+        tuple(shape.kv_windowed), shape.layers_full, shape.layers_windowed,
+        sum(shape.recurrent), shape.state_bytes, shape.state_width, shape.q8,
+        sum(f.embedding_bytes for f in files), sum(f.repack_bytes for f in files),
+        names if count > 1 else (), tuple(shape.notes))
+
+
+def _part_files(first: _File, size: int, name: str, names: tuple,
+           part: Optional[Callable]) -> tuple:
+    "([header of every part], bytes of all); BadModel names a part that is not right."
+    pairs = first.pairs
+    count = pairs.get("split.count", 1)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise BadModel("the number of parts is no number", "this is no real model")
+    if count <= 1 or part is None:
+        return [first], size
+    if len(names) != count or name != names[0]:
+        raise BadModel(f"the header speaks of {count} parts, the name {name[:80]!r} "
+                       "does not", "give the parts their own names again: "
+                       f"NAME-00001-of-{count:05d}.gguf and so on")
+    files = [first]
+    for number, other in enumerate(names[1:], 1):
+        try:
+            file, n_bytes = part(other)
+        except OSError as error:
+            raise BadModel(f"part {number + 1} of {count} is missing: {other} "
+                           f"({error.strerror or error})", "all parts belong into one "
+                           "folder") from None
+        with contextlib.closing(file):
+            found = _read_header(file, n_bytes)
+        if (found.pairs.get("split.no"), found.pairs.get("split.count")) != (
+                number, count):
+            raise BadModel(f"{other} is not part {number + 1} of {count} of this model",
+                           "download it again")
+        files.append(found)
+        size += n_bytes
+    wanted = pairs.get("split.tensors.count")
+    have = sum(f.tensors for f in files)
+    if wanted is not None and have != wanted:
+        raise BadModel(f"the parts hold {have} tensors, {wanted} belong to the model",
+                       "a part of another model is among them: download them again")
+    return files, size
+
+
+def _n_items(pairs: dict, key: str) -> int:
+    value = pairs.get(key)
+    return value.n if isinstance(value, _Long) else len(value) if isinstance(
+        value, list) else 0
+
+
+def _quant(name: str, pairs: dict, by_type: dict) -> str:
+    found = _QUANT_NAME.findall(name)
+    if found:
+        return found[-1].upper()
+    known = _FILE_TYPES.get(pairs.get("general.file_type"))
+    return known or max(by_type, key=by_type.get, default="unknown")
+
+
+# ============================================================================
+# 0. FIT - which context, how many slots, which KV type does this memory hold?
+#    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
+#    wishes_of, most_new_tokens, EngineReport, read_engine_report, plan_mismatches,
+#    fit_text, facts_text, facts_json, KV_TYPES.
+#
+#    need = weights + KV + windows + recurrent state + checkpoints + compute + output
+#           + the process itself, and page cache for one snapshot
+#    room = what is available, less a reserve for everybody else
+#
+#    The plan starts with what was wished.  While it does not fit: full-size windows go,
+#    and half of the checkpoints; the context shrinks to 4,096 tokens; slots go; KV
+#    becomes q8_0; the context shrinks to 512 tokens.  Each step is a sentence.  What
+#    the user fixed (--ctx, --slots, --kv-type) does not move.
+#
+#    Weights, KV, windows, state are exact (llama.cpp b11434: llama_kv_cache,
+#    llama_memory_recurrent); compute and process are fitted to what that engine was
+#    seen to use on the CPU, within max(5 %, 16 MiB) of its peak on all models tried.
+# ============================================================================
+# Bytes of an element: --cache-type-k and -v (ggml.h); q8_0 is 34 bytes for 32
+KV_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32,
+            "q5_0": 22 / 32, "q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32}
+_CTX_FLOOR = 512             # tokens; nothing useful runs below
+_CTX_USEFUL = 4096           # an agent's head alone is longer than less
+_CTX_MOST = 16384            # where nothing was asked
+_CHECKPOINTS = (32, 16)      # a slot; the engine's default, and the least that serves
+_MIB, _GIB = 1 << 20, 1 << 30
+_GPU_MARGIN = 1 << 30        # left free on a device, as the engine's own --fit does
+_DRIVER = 300 << 20          # host bytes of a GPU driver
+# Anonymous bytes of the engine's process beside its buffers (seen: b11434, CPU)
+_PROCESS, _PROCESS_SLOT = 9 * _MIB, 3 * _MIB // 4
+_VOCAB_TOKEN, _VOCAB_MERGE = 95, 150
+_SAMPLER_TOKEN = 12          # candidates of a slot that samples: id, logit, probability
+_PAGE_CACHE = 512 * _MIB     # at most, for snapshots on their way to and from the disk
+# Graphs of these are reserved with 40 nodes a token of a batch (graph_max_nodes)
+_WIDE_GRAPHS = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp", "kimi-linear",
+                "bailingmoe3", "minimax-01", "minimax-m3", "deepseek4", "nanbeige",
+                "hy_v4")
+_GRAPH_NODE = 1200           # bytes of one, in all copies of the graph
+
+
+class Gpu(NamedTuple):
+    "One device as its driver or the engine names it; bytes."
+    name: str
+    backend: str             # "CUDA", "ROCm", "Vulkan", "MTL", "SYCL", ...; "": unknown
+    total: int
+    free: int
+    gfx: str = ""            # AMD: gfx1151
+
+
+class Memory(NamedTuple):
+    "What a machine has; bytes."
+    total: int               # RAM, whatever limits there are
+    available: int           # for a new process: limits and page cache considered
+    limit: Optional[int] = None      # of the control group, when it is below the RAM
+    gpus: tuple = ()
+    unified: bool = False    # the GPU works in the same RAM: count it once
+    system: str = ""         # sys.platform
+
+    def room(self) -> int:
+        """Bytes that may be planned with: available, less a tenth of all or a GiB
+        (a quarter on small machines) for everybody else."""
+        whole = self.total if self.limit is None else min(self.total, self.limit)
+        reserve = max(whole // 10, min(_GIB, whole // 4))
+        room = max(0, min(self.available, whole) - reserve)
+        if self.unified and self.gpus:
+            room = min(room, max(g.free for g in self.gpus))
+        return room
+
+    def gpu_room(self) -> int:
+        "Bytes of memory of their own that the devices have free."
+        return 0 if self.unified else sum(
+            max(0, g.free - min(_GPU_MARGIN, g.total // 4)) for g in self.gpus)
+
+
+class Wishes(NamedTuple):
+    "What the user and toki want of an engine; `fixed` names what may not move."
+    ctx: int = 0             # tokens a slot; 0: up to 16,384
+    slots: int = 4
+    kv_type: str = "f16"     # K and V
+    swa_full: bool = True    # full-size windows, on models that have windows
+    memory: int = 0          # bytes in all; 0: what the machine has
+    fixed: tuple = ()        # of "ctx", "slots", "kv_type"
+    ubatch: int = 512
+    page_cache: bool = True  # a shelf is on
+    repack: bool = False     # a CPU build copies weights into an order of its own
+
+
+class MemoryPlan(NamedTuple):
+    "What the engine is started with, and the bytes it will need."
+    ctx: int                 # tokens a slot
+    slots: int
+    kv_type: str
+    swa_full: bool
+    checkpoints: int         # a slot; 0: the model needs none
+    gpu_layers: Optional[int]        # None: the engine's own choice
+    weights: int
+    kv: int                  # layers that hold every token, all slots
+    window: int              # windowed layers, all slots
+    state: int               # recurrent layers, all slots
+    checkpoint_bytes: int    # all slots, when all are taken
+    compute: int
+    output: int
+    process: int
+    repack: int              # copies of weights
+    page_cache: int
+    room: int
+    steps: tuple = ()        # what gave way, a sentence each
+    environment: tuple = ()  # (name, value) for the engine
+    guessed: tuple = ()      # what the header left out
+
+    @property
+    def total(self) -> int:
+        "Anonymous memory and weights of the engine at its peak."
+        return self.weights + self.kv + self.window + self.state + \
+            self.checkpoint_bytes + self.compute + self.output + self.process \
+            + self.repack
+
+
+def most_new_tokens(ctx: int, prompt_tokens: int) -> int:
+    "Tokens a reply can have after a prompt in a slot of `ctx`; at least 1."
+    return max(1, ctx - prompt_tokens)
+
+
+def wishes_of(config: Config) -> Wishes:
+    "The settings as wishes; flags in engine_args that change memory count."
+    words = config.engine_args.split()
+
+    def flag(names: str, default: str) -> str:
+        at = [i for i, w in enumerate(words[:-1]) if w in names.split()]
+        return words[at[-1] + 1] if at else default
+    given = flag("-ctk --cache-type-k", "")
+    kv_type = given or ("f16" if config.kv_type == "auto" else config.kv_type)
+    if kv_type not in KV_TYPES:
+        raise UsageError(f"{kv_type!r} is no type of KV", "one of "
+                         + ", ".join(KV_TYPES))
+    ubatch = flag("-ub --ubatch-size", "512")
+    fixed = [name for name, is_given in (
+        ("ctx", config.ctx), ("slots", config.origin["slots"] != "default"),
+        ("kv_type", given or config.kv_type != "auto")) if is_given]
+    return Wishes(config.ctx, max(1, config.slots), kv_type,
+                  memory=int(config.memory_gb * _GIB), fixed=tuple(fixed),
+                  ubatch=int(ubatch) if ubatch.isdigit() else 512,
+                  page_cache=config.shelf, repack="--no-repack" not in words)
+
+
+# ---- what a shape needs -----------------------------------------------------
+class _FitShape(NamedTuple):
+    "One shape to try."
+    ctx: int
+    slots: int
+    kv_type: str
+    swa_full: bool
+    checkpoints: int
+
+
+def _pad256(n: int) -> int:
+    return -(-n // 256) * 256
+
+
+def _cells(facts: ModelFacts, ctx: int, swa_full: bool, ubatch: int) -> tuple:
+    "(cells of the full layers, cells of the windowed ones) of one slot."
+    ctx = _pad256(ctx)
+    return ctx, ctx if swa_full else _pad256(min(ctx, facts.window + ubatch))
+
+
+def _row(elements: tuple, kv_type: str) -> float:
+    return sum(elements) * KV_TYPES[kv_type]
+
+
+def _elements(facts: ModelFacts) -> tuple:
+    return facts.kv_full if any(facts.kv_full) else (facts.kv_bytes / 2, 0)
+
+
+def _width(facts: ModelFacts) -> int:
+    """f32 elements a token of a batch in the compute buffer.
+
+    Seen to the element on llama, gemma 3, gpt-oss, lfm2 and qwen35: three feed-forward
+    rows and five of the embedding; recurrent mixers have rows of their own.
+    """
+    return max(3 * facts.n_ff, 4 * facts.state_width) + 5 * facts.n_embd + 16
+
+
+def _plan_of(facts: ModelFacts, s: _FitShape, wishes: Wishes) -> MemoryPlan:
+    "The bytes of one shape; nothing is judged here."
+    ub = wishes.ubatch
+    full, windowed = _cells(facts, s.ctx, s.swa_full, ub)
+    kv = int(s.slots * full * _row(_elements(facts), s.kv_type))
+    window = int(s.slots * windowed * _row(facts.kv_windowed, s.kv_type))
+    state = s.slots * facts.state_bytes
+    tail = _row(facts.kv_windowed, s.kv_type) * min(facts.window, s.ctx)
+    one = 0 if not s.checkpoints else facts.state_bytes + (
+        0 if s.swa_full else int(tail))
+    masks = 2 * ub * (full * bool(facts.layers_full or not facts.layers)
+                      + windowed * bool(facts.layers_windowed))
+    wide = facts.architecture in _WIDE_GRAPHS
+    process = _PROCESS + s.slots * (_PROCESS_SLOT + _SAMPLER_TOKEN * facts.n_vocab) \
+        + _VOCAB_TOKEN * facts.n_vocab + _VOCAB_MERGE * facts.n_merges \
+        + wide * 40 * ub * _GRAPH_NODE
+    page = min(_PAGE_CACHE, (kv + window + state) // s.slots) * wishes.page_cache
+    return MemoryPlan(
+        s.ctx, s.slots, s.kv_type, s.swa_full, s.checkpoints, None, facts.weight_bytes
+        or facts.size, kv, window, state, one * s.checkpoints * s.slots,
+        4 * ub * _width(facts) + masks, 4 * facts.n_vocab * s.slots, process,
+        facts.repack_bytes * wishes.repack, page, 0, (), (), facts.notes)
+
+
+# ---- the search ---------------------------------------------------------------
+class _Room(NamedTuple):
+    "Where a plan must fit: host bytes, device bytes, and how many layers go there."
+    host: int
+    gpu: int = 0
+    layers: str = ""         # "": one memory, "all": on the device, "some": both
+    cap: int = 0             # bytes in all, 0: no cap
+
+    def size(self) -> int:
+        return min(self.host + self.gpu, self.cap or 1 << 62)
+
+    def words(self) -> str:
+        return fmt_bytes(self.size()) if self.layers != "all" else \
+            fmt_bytes(min(self.gpu, self.size())) + " of the GPU's"
+
+    def left(self, facts: ModelFacts, p: MemoryPlan) -> int:
+        "Bytes to spare, negative when it does not fit."
+        spare = self.size() - p.total - p.page_cache
+        if not self.layers:
+            return spare
+        here = facts.embedding_bytes + p.output + p.process + p.checkpoint_bytes \
+            + p.page_cache + _DRIVER
+        there = p.weights - facts.embedding_bytes + p.kv + p.window + p.state
+        if self.layers == "all":
+            # the embeddings may serve as output weights too, and are copied then
+            return min(spare, self.host - here, self.gpu - there
+                       - facts.embedding_bytes - p.compute)
+        return min(spare, self.host + self.gpu - here - there - p.compute)
+
+    def gpu_layers(self, facts: ModelFacts, p: MemoryPlan) -> Optional[int]:
+        if self.layers != "some":
+            return None
+        each = (p.weights - facts.embedding_bytes + p.kv + p.window + p.state) \
+            / max(1, facts.layers)
+        return int(max(0, min(facts.layers, (self.gpu - p.compute) // max(1, each))))
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    "The largest multiple of 256 from low to high that fits; 0 when none does."
+    low, high = low // 256, high // 256
+    if not fits(low * 256):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * 256) else (low, middle - 1)
+    return low * 256
+
+
+class _Search:
+    "Shrinks a shape until it fits, and says what it did."
+
+    def __init__(self, facts: ModelFacts, wishes: Wishes, room: _Room,
+                 wanted: _FitShape):
+        self.facts, self.wishes, self.room, self.now = facts, wishes, room, wanted
+        self.steps: list = []
+
+    def plan(self, **changes: Any) -> MemoryPlan:
+        return _plan_of(self.facts, self.now._replace(**changes), self.wishes)
+
+    def fits(self, **changes: Any) -> bool:
+        return self.room.left(self.facts, self.plan(**changes)) >= 0
+
+    def step(self, what: str, **changes: Any) -> None:
+        p = self.plan()
+        self.steps.append(f"{what}: ~{fmt_bytes(p.total + p.page_cache)} needed, "
+                          f"{self.room.words()} may be used")
+        self.now = self.now._replace(**changes)
+
+    def context(self, least: int) -> bool:
+        "Shrink the context as little as will do."
+        if self.fits():
+            return True
+        if "ctx" in self.wishes.fixed or self.now.ctx <= least:
+            return False
+        ctx = _largest(lambda n: self.fits(ctx=n), least, self.now.ctx)
+        return bool(ctx) and self.shrink(ctx)
+
+    def shrink(self, ctx: int) -> bool:
+        if ctx != self.now.ctx:
+            self.step(f"context {fmt_n(self.now.ctx)} -> {fmt_n(ctx)} tokens a slot",
+                      ctx=ctx)
+        return True
+
+    def settle(self, least: int, kv_type: str, slots: Iterable[int]) -> bool:
+        "The first of these slot counts in which the least context fits; then its most."
+        ctx = self.now.ctx if "ctx" in self.wishes.fixed else least
+        for n in slots:
+            if self.fits(slots=n, ctx=ctx, kv_type=kv_type):
+                best = ctx if ctx == self.now.ctx else _largest(
+                    lambda c: self.fits(slots=n, ctx=c, kv_type=kv_type), ctx,
+                    self.now.ctx)
+                self.shrink(best)
+                if n != self.now.slots:
+                    self.step(f"slots {self.now.slots} -> {n}", slots=n)
+                if kv_type != self.now.kv_type:
+                    self.step(f"KV {self.now.kv_type} -> {kv_type}", kv_type=kv_type)
+                return True
+        return False
+
+    def run(self, floor: int) -> bool:
+        "True when something fits; `now` and `steps` say what."
+        facts, fixed, useful = self.facts, self.wishes.fixed, min(
+            _CTX_USEFUL, self.now.ctx)
+        if self.now.swa_full and not self.fits():
+            self.step("window layers keep their window only (no --swa-full)",
+                      swa_full=False, checkpoints=_CHECKPOINTS[0])
+        if self.now.checkpoints and not self.fits():
+            self.step(f"checkpoints {_CHECKPOINTS[0]} -> {_CHECKPOINTS[1]} a slot",
+                      checkpoints=_CHECKPOINTS[1])
+        if self.context(useful):
+            return True
+        types = [self.now.kv_type]
+        if "kv_type" not in fixed and facts.q8_kv and KV_TYPES["q8_0"] < KV_TYPES[
+                types[0]] and (facts.kv_bytes or facts.windowed_bytes):
+            types.append("q8_0")
+        many = range(self.now.slots, 0, -1)
+        one = (self.now.slots if "slots" in fixed else 1,)
+        return any(self.settle(useful, t, one if "slots" in fixed else many)
+                   for t in types) or (
+            floor < useful and self.settle(floor, types[-1], one))
+
+
+def _rooms(facts: ModelFacts, machine: Memory, wishes: Wishes) -> list:
+    "Where to try: on the devices, then on both; or in the one memory."
+    host, gpu = machine.room(), machine.gpu_room()
+    if not gpu:
+        return [_Room(host, cap=wishes.memory)]
+    return [_Room(host, gpu, "all", wishes.memory),
+            _Room(host, gpu, "some", wishes.memory)]
+
+
+def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPlan:
+    """The shape that comes nearest to the wishes and fits.
+
+    Raises UsageError with the numbers when 512 tokens in one slot do not fit, or what
+    the user fixed does not.
+    """
+    if machine.gpus:
+        wishes = wishes._replace(repack=False)
+    most = max(_CTX_FLOOR, (facts.n_ctx_train or 8192) // 256 * 256)
+    ctx = wishes.ctx or min(most, _CTX_MOST)
+    swa_full = facts.kind == "window" and wishes.swa_full
+    lasting = facts.kind == "rewindable" or swa_full
+    wanted = _FitShape(ctx, max(1, wishes.slots), wishes.kv_type, swa_full,
+                  0 if lasting else _CHECKPOINTS[0])
+    if wishes.kv_type.startswith(("q", "iq")) and not facts.q8_kv:
+        raise UsageError(f"the heads of this {facts.architecture} model are no "
+                         f"multiple of 32 wide: no {wishes.kv_type} KV",
+                         "leave --kv-type auto")
+    if not machine.total:                    # nothing is known: as wished
+        return _plan_of(facts, wanted, wishes)._replace(
+            steps=("memory unknown: nothing was fitted",))
+    rooms = _rooms(facts, machine, wishes)
+    for room in rooms:
+        search = _Search(facts, wishes, room, wanted)
+        if search.run(_CTX_USEFUL if room.layers == "all" else _CTX_FLOOR):
+            p = search.plan()
+            return p._replace(
+                gpu_layers=room.gpu_layers(facts, p), steps=tuple(search.steps),
+                room=room.size(), environment=_environment(machine))
+    raise _does_not_fit(facts, machine, wishes, wanted, rooms)
+
+
+def _environment(machine: Memory) -> tuple:
+    """What an engine needs to use the RAM of an integrated AMD GPU, such as gfx1151
+    (Ryzen AI MAX+ 395): without it only the carved-out VRAM (llama.cpp, build.md)."""
+    if machine.unified and machine.system.startswith("linux") and any(
+            g.backend == "ROCm" or g.gfx for g in machine.gpus):
+        return (("GGML_CUDA_ENABLE_UNIFIED_MEMORY", "1"),)
+    return ()
+
+
+def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _FitShape,
+                  rooms: list) -> UsageError:
+    "The refusal, with what is needed, what is there, and what would fit."
+    least = wanted._replace(
+        ctx=wishes.ctx if "ctx" in wishes.fixed else _CTX_FLOOR, swa_full=False,
+        slots=wanted.slots if "slots" in wishes.fixed else 1,
+        kv_type="q8_0" if facts.q8_kv and "kv_type" not in wishes.fixed
+        else wanted.kv_type,
+        checkpoints=0 if facts.kind == "rewindable" else _CHECKPOINTS[1])
+    p = _plan_of(facts, least, wishes)
+    need, kv = p.total + p.page_cache, p.kv + p.window + p.state
+    ways = "take a smaller model or quantization" + (
+        ", or a larger --memory-gb" if wishes.memory else "")
+    if "ctx" in wishes.fixed:
+        with contextlib.suppress(UsageError):
+            best = plan_memory(facts, machine, wishes._replace(
+                ctx=0, fixed=tuple(f for f in wishes.fixed if f != "ctx")))
+            ways = f"--ctx {best.ctx} with --slots {best.slots} fits"
+    return UsageError(
+        f"{facts.name} does not fit: {fmt_n(least.ctx)} tokens in {least.slots} slot"
+        f"{'s' if least.slots > 1 else ''} need ~{fmt_bytes(need)} (weights "
+        f"{fmt_bytes(p.weights)}, KV {fmt_bytes(kv)} as {least.kv_type}, the rest "
+        f"~{fmt_bytes(need - p.weights - kv)}); {fmt_bytes(rooms[-1].size())} may be "
+        f"used of {fmt_bytes(machine.available)} available",
+        ways + "; or run llama-server yourself and give --engine")
+
+
+# ---- what the engine says -----------------------------------------------------
+class EngineReport(NamedTuple):
+    "Bytes as the engine's log names them; a log without them has n == 0."
+    n: int
+    weights: int
+    kv: int                  # full and windowed layers
+    state: int
+    compute: int
+    output: int
+
+
+_REPORT_LINE = re.compile(
+    r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
+    r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+
+
+def read_engine_report(lines: Iterable[str]) -> EngineReport:
+    "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
+    sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
+    n = 0
+    for line in lines:
+        found = _REPORT_LINE.search(line)
+        if found:
+            n += 1
+            word = next(w for w in ("model", "compute", "output", "recurrent", "kv")
+                        if w in found[1])
+            sums[word] += float(found[2]) * _MIB
+    return EngineReport(n, *(int(sums[w]) for w in (
+        "model", "kv", "recurrent", "compute", "output")))
+
+
+def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
+    """Sentences for what the engine took otherwise than planned, with both numbers.
+
+    KV and state are exact to the log's rounding (0.01 MiB a line), the sum to
+    max(5 %, 16 MiB); [] for a log that says nothing.
+    """
+    if not report.n:
+        return []
+    out = []
+    for what, planned, said in (("KV", plan.kv + plan.window, report.kv),
+                                ("recurrent state", plan.state, report.state)):
+        if abs(planned - said) > 0.05 * _MIB:
+            out.append(f"{what}: {planned / _MIB:,.2f} MiB planned, the engine took "
+                       f"{said / _MIB:,.2f} MiB")
+    planned = plan.total - plan.checkpoint_bytes - plan.process
+    said = report.weights + report.kv + report.state + report.compute + report.output
+    if abs(planned - said) > max(0.05 * said, 16 * _MIB):
+        out.append(f"buffers in all: {fmt_bytes(planned)} planned, the engine took "
+                   f"{fmt_bytes(said)}")
+    return out
+
+
+# ---- in words -------------------------------------------------------------------
+def fit_text(plan: MemoryPlan) -> str:
+    "One line: what is needed, and of how much."
+    kv = plan.kv + plan.window + plan.state
+    rest = plan.total - plan.weights - kv - plan.checkpoint_bytes
+    return (f"fits: weights {fmt_bytes(plan.weights)} + KV {fmt_bytes(kv)} "
+            f"({plan.slots} slot{'s' * (plan.slots > 1)} of {fmt_n(plan.ctx)} tokens, "
+            f"{plan.kv_type}) + "
+            + (f"checkpoints ~{fmt_bytes(plan.checkpoint_bytes)} + "
+               if plan.checkpoint_bytes else "")
+            + f"work ~{fmt_bytes(rest)} = ~{fmt_bytes(plan.total)}"
+            + (f" of {fmt_bytes(plan.room)}" if plan.room else "")
+            + (", a guess: " + "; ".join(plan.guessed) if plan.guessed else ""))
+
+
+def facts_json(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> dict:
+    "Header facts, and the plan when there is one, for --json."
+    out = dict(facts._asdict(), windowed_bytes=facts.windowed_bytes)
+    if plan is not None:
+        out["plan"] = dict(plan._asdict(), total=plan.total,
+                           environment=dict(plan.environment))
+    return out
+
+
+def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
+    "Header facts, and the plan when there is one, as lines for people."
+    kind = {"rewindable": "every token can be rewound",
+            "window": f"{facts.layers_windowed} layers keep a window of "
+                      f"{fmt_n(facts.window)} tokens",
+            "append-only": f"{facts.layers_recurrent} layers have a state that cannot "
+                           "be rewound"}[facts.kind]
+    rows = [("model", facts.name),
+            ("architecture", f"{facts.architecture}, {facts.layers} layers"),
+            ("parameters", f"{fmt_n(facts.params)}, {facts.quant}"),
+            ("weights", f"{fmt_bytes(facts.weight_bytes)} in {facts.tensors} tensors; "
+             f"file {fmt_bytes(facts.size)}"
+             + (f" in {len(facts.parts)} parts" if facts.parts else "")),
+            ("memory", f"{facts.kind}: {kind}"),
+            ("KV", f"{fmt_bytes(facts.kv_bytes)} a token"
+             + (f" and {fmt_bytes(facts.windowed_bytes)} a token of the window"
+                if facts.windowed_bytes else "") + ", at f16"),
+            ("state", f"{fmt_bytes(facts.state_bytes)} a slot"
+             if facts.state_bytes else ""),
+            ("trained context", f"{fmt_n(facts.n_ctx_train)} tokens"),
+            ("chat template", "yes" if facts.template else
+             "none: chats get the engine's default format; give one with "
+             "--engine-args \"--chat-template NAME\"")]
+    rows += [("guessed", note) for note in facts.notes]
+    if plan is not None:
+        rows.append(("plan", fit_text(plan)))
+        rows += [("", step) for step in plan.steps]
+    wide = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(wide)}  {text}" for name, text in rows if text)
 
 
 # ============================================================================
@@ -7147,11 +8963,11 @@ def _by_room(whole: Sequence[RepoModel], room: Optional[int]) -> tuple:
     if not fitting:
         least = min(whole, key=lambda c: c.size)
         raise UsageError(
-            f"nothing here fits the ~{fmt_bytes(room or 0)} of memory that are free: "
-            f"the smallest, {least.label}, has {fmt_bytes(least.size)}",
+            f"nothing here fits the ~{fmt_bytes(room or 0)} of memory that may be "
+            f"used: the smallest, {least.label}, has {fmt_bytes(least.size)}",
             f"to fetch it all the same, ask for it by name: :{least.label}")
     best, first = fitting[0], ranked[0]
-    free = "" if room is None else f", ~{fmt_bytes(room)} of memory are free"
+    free = "" if room is None else f", ~{fmt_bytes(room)} of memory may be used"
     if best is not first:
         why = (f"{first.label} ({fmt_bytes(first.size)}) would not fit{free}")
     elif len(whole) == 1:
@@ -7488,7 +9304,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 19. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
-#    is_local_url.
+#    is_local_url, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -7771,6 +9587,19 @@ class Proc:
             else:
                 os.killpg(pid, sig)
 
+    def memory_status(self) -> tuple:
+        """(total, available) bytes as Windows counts them, the commit limit considered;
+        (0, 0) elsewhere."""
+        import ctypes
+        if not hasattr(ctypes, "windll"):
+            return 0, 0
+        status = struct.pack("<II7Q", 64, *[0] * 8)      # MEMORYSTATUSEX
+        buffer = ctypes.create_string_buffer(status, 64)
+        if not ctypes.windll.kernel32.GlobalMemoryStatusEx(buffer):
+            return 0, 0
+        _, _, total, free, _, commit, *_ = struct.unpack("<II7Q", buffer.raw)
+        return total, min(free, commit)
+
     def birth(self, pid: int) -> str:
         """When a process started, as text that differs for a recycled pid; '' when
         there is none.  Linux: field 22 of /proc/PID/stat; elsewhere `ps`."""
@@ -7792,6 +9621,13 @@ class Proc:
             os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM) if hard
                     else signal.SIGTERM)
 
+    def browse(self, url: str) -> bool:
+        "Show a page in the user's browser; False when there is none."
+        try:
+            return webbrowser.open(url)
+        except (webbrowser.Error, OSError):
+            return False
+
     def on_signal(self, names: Sequence[str], act: Callable[[], None]) -> None:
         "Call `act` on these signals; handlers must only set flags."
         for name in names:
@@ -7799,8 +9635,237 @@ class Proc:
                 signal.signal(getattr(signal, name), lambda *_: act())
 
 
+class PosixConsole:
+    """The terminal key by key: bytes in, text out; `close` puts everything back.
+
+    Signals only set flags: `ended` is INT, TERM or HUP, `paused` the wish to be stopped
+    (Ctrl+Z), `changed` a new size or a continuation.  A second INT in a row raises
+    KeyboardInterrupt, so that a loop that hangs can be left.  Main thread only.
+    """
+
+    def __init__(self) -> None:
+        import termios
+        self._termios = termios
+        self._in, self._out = sys.stdin.fileno(), sys.stdout.fileno()
+        self.ended, self.paused, self.changed = "", False, False
+        self._closing = threading.Lock()     # a closed pipe's number is soon another's
+        self._open = True
+        self._saved = termios.tcgetattr(self._in)
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._before = {
+            number: signal.signal(number, act) for number, act in (
+                (signal.SIGINT, self._on_end), (signal.SIGTERM, self._on_end),
+                (signal.SIGHUP, self._on_end), (signal.SIGTSTP, self._on_pause),
+                (signal.SIGCONT, self._on_change), (signal.SIGWINCH, self._on_change))}
+        self.raw()
+
+    def _on_end(self, number: int, _: Any) -> None:
+        name = signal.Signals(number).name[3:]
+        if name == "INT" and self.ended == "INT":
+            raise KeyboardInterrupt
+        self.ended = name
+
+    def _on_pause(self, *_: Any) -> None:
+        self.paused = True
+
+    def _on_change(self, *_: Any) -> None:
+        self.changed = True
+
+    def raw(self) -> None:
+        "No echo, no lines, Enter and Ctrl+J told apart; Ctrl+C, Ctrl+Z stay signals."
+        t = self._termios
+        mode = t.tcgetattr(self._in)
+        mode[0] &= ~(t.ICRNL | t.INLCR | t.IGNCR | t.IXON | t.ISTRIP)
+        mode[3] &= ~(t.ECHO | t.ICANON | t.IEXTEN)
+        mode[6][t.VMIN], mode[6][t.VTIME] = 1, 0
+        with contextlib.suppress(OSError, ValueError):       # no core by Ctrl+\
+            mode[6][t.VQUIT] = bytes([os.fpathconf(self._in, "PC_VDISABLE") & 255])
+        self._set(mode)
+
+    def _set(self, mode: list) -> None:
+        with contextlib.suppress(self._termios.error, OSError):      # it hung up
+            self._termios.tcsetattr(self._in, self._termios.TCSADRAIN, mode)
+
+    def cooked(self) -> None:
+        self._set(self._saved)
+
+    def read(self, timeout: float) -> bytes:
+        "What was typed, after at most `timeout` s; b'' for nothing or a wake-up."
+        ready = select.select([self._in, self._pipe[0]], [], [], timeout)[0]
+        if self._pipe[0] in ready:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._pipe[0], 512):
+                    pass
+        if self._in not in ready:
+            return b""
+        try:
+            data = os.read(self._in, 1 << 16)
+        except OSError:
+            data = b""
+        self.ended = self.ended or ("" if data else "HUP")
+        return data
+
+    def wake(self) -> None:
+        "From any thread: end the `read` in progress."
+        with self._closing, contextlib.suppress(OSError):
+            if self._open:
+                os.write(self._pipe[1], b".")
+
+    def write(self, text: str) -> None:
+        data = text.encode("utf-8", "replace")
+        try:
+            while data:
+                data = data[os.write(self._out, data):]
+        except OSError:
+            self.ended = self.ended or "HUP"
+
+    def size(self) -> tuple:
+        "(columns, rows)"
+        try:
+            size = tuple(os.get_terminal_size(self._out))
+        except OSError:
+            size = (80, 24)
+        return size if min(size) > 0 else (80, 24)
+
+    def stop(self) -> None:
+        "Stop this process as Ctrl+Z does; returns when it is continued."
+        self.paused = False
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.cooked()
+        signal.set_wakeup_fd(self._wakeup)
+        for number, act in self._before.items():
+            signal.signal(number, act)
+        with self._closing:
+            self._open = False
+            for end in self._pipe:
+                os.close(end)
+
+
+class WindowsConsole:
+    "The same on a Windows console (10 or newer); its size is looked up at every read."
+
+    _ECHO_LINE_PROCESSED_QUICK, _KEYS_AS_VT, _EXTENDED = 0x47, 0x200, 0x80
+    _VT_OUT = 0x1 | 0x4
+
+    def __init__(self) -> None:
+        import ctypes
+        import msvcrt
+        from ctypes import wintypes
+        self._msvcrt, self._word = msvcrt, wintypes.DWORD
+        kernel = ctypes.WinDLL("kernel32")
+        kernel.GetStdHandle.restype = wintypes.HANDLE
+        kernel.GetStdHandle.argtypes = [wintypes.DWORD]
+        kernel.GetConsoleMode.argtypes = [wintypes.HANDLE, ctypes.c_void_p]
+        kernel.SetConsoleMode.argtypes = [wintypes.HANDLE, wintypes.DWORD]
+        self._kernel, self._byref = kernel, ctypes.byref
+        self._handles = [kernel.GetStdHandle(n & 0xFFFFFFFF) for n in (-10, -11)]
+        self.ended, self.paused, self.changed = "", False, False
+        self._saved = [self._mode(h) for h in self._handles]
+        self._seen = self.size()
+        self._half = ""                  # of a character outside the first 64 Ki
+        self._before = {
+            number: signal.signal(number, self._on_end)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)}
+        self.raw()
+
+    def _on_end(self, *_: Any) -> None:
+        self.ended = "TERM"
+
+    def _mode(self, handle: Any) -> int:
+        mode = self._word()
+        if not self._kernel.GetConsoleMode(handle, self._byref(mode)):
+            raise TokiError("this is no Windows console",
+                            "use Windows Terminal, or pipe the output")
+        return int(mode.value)
+
+    def raw(self) -> None:
+        keys, screen = self._saved
+        keys &= ~self._ECHO_LINE_PROCESSED_QUICK
+        for handle, mode in zip(self._handles, (
+                keys | self._KEYS_AS_VT | self._EXTENDED, screen | self._VT_OUT)):
+            if not self._kernel.SetConsoleMode(handle, mode):
+                self.cooked()
+                raise TokiError("this console knows no escape sequences",
+                                "use Windows 10 or newer, or pipe the output")
+
+    def cooked(self) -> None:
+        for handle, mode in zip(self._handles, self._saved):
+            self._kernel.SetConsoleMode(handle, mode)
+
+    def read(self, timeout: float) -> bytes:
+        end = time.monotonic() + timeout
+        typed = self._half
+        while True:
+            while self._msvcrt.kbhit():
+                typed += self._msvcrt.getwch()
+            if self.size() != self._seen:
+                self._seen, self.changed = self.size(), True
+            if typed or self.changed or self.ended or time.monotonic() >= end:
+                break
+            time.sleep(0.01)
+        half = "\ud800" <= typed[-1:] <= "\udbff"
+        self._half, typed = (typed[-1:], typed[:-1]) if half else ("", typed)
+        return typed.encode("utf-16-le", "surrogatepass").decode(
+            "utf-16-le", "replace").encode()
+
+    def wake(self) -> None:
+        "Nothing to do: the hundredth of a second is awaited."
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def size(self) -> tuple:
+        try:
+            return tuple(os.get_terminal_size(sys.stdout.fileno()))
+        except (OSError, ValueError):
+            return 80, 24
+
+    def stop(self) -> None:
+        self.paused = False
+
+    def close(self) -> None:
+        self.cooked()
+        for number, act in self._before.items():
+            signal.signal(number, act)
+
+
 class Term:
     "What people see and type."
+
+    def console(self) -> Any:
+        "The terminal key by key; only where `interactive`, to be closed."
+        return WindowsConsole() if os.name == "nt" else PosixConsole()
+
+    def speaks_unicode(self) -> bool:
+        "Can the output say more than ASCII?"
+        return "utf" in (getattr(sys.stdout, "encoding", "") or "").lower()
+
+    def columns(self) -> int:
+        return shutil.get_terminal_size((100, 24)).columns
+
+    def lines(self) -> Iterable[str]:
+        "The lines of the standard input, as they come."
+        return iter(sys.stdin.readline, "") if sys.stdin else iter(())
+
+    def write(self, text: str) -> None:
+        "A piece of a line, at once."
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except UnicodeEncodeError:
+            self.write(text.encode("ascii", "replace").decode())
+
+    def wait(self, text: str) -> None:
+        "Show `text` and wait for Enter."
+        with contextlib.suppress(EOFError):
+            input(text)
 
     def out(self, text: str = "") -> None:
         try:
@@ -7851,9 +9916,14 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 # ============================================================================
 # 20. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, EDGES.  offers: Places, places, available_memory,
-#    local_token, start_logging, cpu_count, OwnerLog, fresh_log.
+#    uses: WORDS, SETTINGS, FIT, EDGES.  offers: Places, places, detect_memory,
+#    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
+#    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
+#    start_logging, cpu_count, OwnerLog, fresh_log.
 # ============================================================================
+_EFFECTIVE = "effective.json"
+
+
 class Places(NamedTuple):
     "Folders and files of one toki; all below `state`."
     state: str
@@ -7903,20 +9973,227 @@ def places(env: dict, state_dir: str = "", system: str = sys.platform) -> Places
     return Places(state, os.path.join(config, "toki.ini"))
 
 
-def available_memory(edges: Edges) -> Optional[int]:
-    """Bytes that a new process may use: the smaller of what the system calls
-    available and what the control group leaves; None when unknown."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB",
-                      edges.disk.read_text("/proc/meminfo"))
-    room = int(found.group(1)) * 1024 if found else None
-    limit = edges.disk.read_text("/sys/fs/cgroup/memory.max").strip()
-    if limit.isdigit():
-        used = edges.disk.read_text("/sys/fs/cgroup/memory.current").strip()
-        cached = re.search(r"^inactive_file (\d+)", edges.disk.read_text(
-            "/sys/fs/cgroup/memory.stat"), re.M)
-        left = int(limit) - int(used or 0) + int(cached.group(1) if cached else 0)
-        room = left if room is None else min(room, left)
-    return room
+# ---- memory -------------------------------------------------------------------
+def _text(edges: Edges, path: str) -> str:
+    "A small system file; '' when it is not there or not for us."
+    with contextlib.suppress(OSError, UnicodeError):
+        return edges.disk.read_text(path).strip()
+    return ""
+
+
+def meminfo_memory(text: str) -> tuple:
+    "(total, available) bytes of /proc/meminfo; page cache counts as available."
+    kib = {k: int(n) * 1024 for k, n in re.findall(r"(?m)^(\w+):\s+(\d+) kB", text)}
+    free = kib.get("MemFree", 0) + kib.get("Cached", 0) // 2
+    return kib.get("MemTotal", 0), kib.get("MemAvailable", free)
+
+
+def group_memory(edges: Edges) -> tuple:
+    """(limit, left) bytes of the tightest control group above this process, v1 or v2;
+    (None, None) without one.  Used is what the group holds less its inactive cache."""
+    limit = left = None
+    for line in _text(edges, "/proc/self/cgroup").splitlines():
+        number, names, path = (line.split(":", 2) + ["", ""])[:3]
+        if number == "0" and not names:
+            base, files = "/sys/fs/cgroup", ("memory.max", "memory.high")
+            used, cached = "memory.current", "inactive_file"
+        elif "memory" in names.split(","):
+            base, files = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes",)
+            used, cached = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        steps = [s for s in path.split("/") if s and s != ".."]
+        for n in range(len(steps), -1, -1):
+            folder = "/".join([base, *steps[:n]])
+            words = [_text(edges, f"{folder}/{name}") for name in files]
+            limits = [int(w) for w in words if w.isdigit() and int(w) < 1 << 60]
+            if not limits:
+                continue
+            held = _text(edges, f"{folder}/{used}")
+            idle = re.search(rf"(?m)^{cached} (\d+)",
+                             _text(edges, f"{folder}/memory.stat"))
+            busy = max(0, int(held) if held.isdigit() else 0) - (
+                int(idle[1]) if idle else 0)
+            limit = min(limits + [limit or 1 << 60])
+            room = max(0, min(limits) - max(0, busy))
+            left = room if left is None else min(left, room)
+    return limit, left
+
+
+def vm_stat_memory(text: str) -> int:
+    "Bytes that macOS can give away: free, inactive, speculative, purgeable pages."
+    page = re.search(r"page size of (\d+)", text)
+    return (int(page[1]) if page else 4096) * sum(
+        int(n) for n in re.findall(
+            r"(?m)^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)", text))
+
+
+def listed_devices(text: str) -> list:
+    """[Gpu] of the engine's --list-devices; software renderers, accelerators without
+    memory and OpenVINO on the CPU are none."""
+    found = re.findall(r"(?m)^\s+(\S+?): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", text)
+    out = []
+    for name, words, total, free in found:
+        if int(total) and not re.search(
+                r"(?i)llvmpipe|lavapipe|swiftshader|basic render|softpipe", words) \
+                and not (name.startswith("OPENVINO") and "GPU" not in words):
+            gfx = re.search(r"(?i)\bgfx[0-9a-f]{3,4}\b", words)
+            out.append(Gpu(words, name.rstrip("0123456789"), int(total) << 20,
+                           int(free) << 20, gfx[0].lower() if gfx else ""))
+    return out
+
+
+def nvidia_devices(text: str) -> list:
+    """[Gpu] of `nvidia-smi --query-gpu=name,memory.total,memory.free
+    --format=csv,noheader,nounits`; 0 bytes where it says [N/A]: the RAM is shared."""
+    out = []
+    for line in text.splitlines():
+        cells = [c.strip() for c in line.rsplit(",", 2)]
+        if len(cells) == 3 and re.fullmatch(r"\d+|\[?N/A\]?", cells[1]):
+            total, free = (int(c) << 20 if c.isdigit() else 0 for c in cells[1:])
+            out.append(Gpu(cells[0], "CUDA", total, free))
+    return out
+
+
+def rocm_devices(text: str) -> list:
+    """[(Gpu, bytes of RAM it may use beside its own)] of `rocm-smi --showmeminfo vram
+    gtt --json`."""
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        out = []
+        for card, values in json.loads(text[text.index("{"):]).items():
+            def bytes_of(kind: str, of: dict = values) -> tuple:
+                total = int(of.get(f"{kind} Total Memory (B)", 0))
+                return total, total - int(of.get(f"{kind} Total Used Memory (B)", 0))
+            if card.startswith("card"):
+                (total, free), (gtt, _) = bytes_of("VRAM"), bytes_of("GTT")
+                out.append((Gpu(str(values.get("Card series", card)), "ROCm", total,
+                                free), gtt))
+        return out
+    return []
+
+
+def _amd_cards(edges: Edges) -> list:
+    "[(VRAM, free VRAM, GTT, free GTT)] of Linux's own count."
+    out = []
+    for name in edges.disk.listing("/sys/class/drm"):
+        if re.fullmatch(r"card\d+", name):
+            words = [_text(edges, f"/sys/class/drm/{name}/device/mem_info_{w}")
+                     for w in ("vram_total", "vram_used", "gtt_total", "gtt_used")]
+            if all(w.isdigit() for w in words):
+                vram, used, gtt, taken = map(int, words)
+                out.append((vram, vram - used, gtt, gtt - taken))
+    return out
+
+
+def _amd_names(edges: Edges) -> list:
+    "gfx names of the compute nodes: gfx_target_version 110501 is gfx1151."
+    base, out = "/sys/class/kfd/kfd/topology/nodes", []
+    for node in edges.disk.listing(base):
+        found = re.search(r"(?m)^gfx_target_version (\d+)",
+                          _text(edges, f"{base}/{node}/properties"))
+        if found and int(found[1]):
+            n = int(found[1])
+            out.append(f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}")
+    return out
+
+
+def _shares_ram(vram: int, gtt: int) -> bool:
+    "An AMD GPU inside the processor: little memory of its own, much of the RAM."
+    return vram <= 4 << 30 and gtt >= 8 << 30 and gtt >= 4 * vram
+
+
+def find_devices(edges: Edges, binary: str = "", system: str = sys.platform) -> tuple:
+    """((Gpu, ...), do they share the RAM?).
+
+    What an engine at hand lists is what it can use; without one the drivers' own tools
+    are asked.
+    """
+    gpus: list = []
+    amd = _amd_cards(edges) if system.startswith("linux") else []
+    names = _amd_names(edges) if system.startswith("linux") else []
+    shared = any(_shares_ram(vram, gtt) for vram, _, gtt, _ in amd)
+    listed = edges.proc.run([binary, "--list-devices"], 90)[1] if binary else ""
+    if "Available devices" in listed:
+        gpus = listed_devices(listed)
+    else:
+        if edges.proc.which("nvidia-smi"):
+            gpus = nvidia_devices(edges.proc.run([
+                "nvidia-smi", "--query-gpu=name,memory.total,memory.free",
+                "--format=csv,noheader,nounits"])[1])
+        if not gpus and edges.proc.which("rocm-smi"):
+            found = rocm_devices(edges.proc.run([
+                "rocm-smi", "--showmeminfo", "vram", "gtt", "--json"])[1])
+            gpus = [gpu for gpu, _ in found]
+            shared = shared or any(_shares_ram(gpu.total, gtt) for gpu, gtt in found)
+        if not gpus and names:
+            gpus = [Gpu(name, "ROCm", vram, free)
+                    for (vram, free, _, _), name in zip(amd, names)]
+    if names:
+        gpus = [g if g.gfx or g.backend not in ("ROCm", "Vulkan")
+                else g._replace(gfx=names[0]) for g in gpus]
+    if shared and amd:                       # what it may take of the RAM
+        gpus = [g if g.free > 8 << 30 else g._replace(
+            total=g.total + amd[0][2], free=g.free + amd[0][3]) for g in gpus]
+    return tuple(gpus), bool(gpus) and (
+        shared or any(g.backend in ("MTL", "Metal") or not g.total
+                      or re.search(r"\bGB10\b", g.name) for g in gpus))
+
+
+def _apple_devices(edges: Edges, total: int, gpus: tuple) -> tuple:
+    """Apple silicon's GPU: two thirds of the RAM up to 36 GB, three quarters above,
+    unless iogpu.wired_limit_mb says otherwise."""
+    if gpus or edges.proc.run(["sysctl", "-n", "hw.optional.arm64"])[1].strip() != "1":
+        return gpus
+    wired = edges.proc.run(["sysctl", "-n", "iogpu.wired_limit_mb"])[1].strip()
+    most = int(wired) << 20 if wired.isdigit() and int(wired) else (
+        total * 2 // 3 if total <= 36 << 30 else total * 3 // 4)
+    return (Gpu("Apple GPU", "MTL", most, most),)
+
+
+def detect_memory(edges: Edges, binary: str = "", system: str = sys.platform) -> Memory:
+    """What this machine has for an engine; `binary`: the engine that is asked for its
+    devices.  Nothing known is Memory(0, 0)."""
+    total = available = 0
+    limit = None
+    gpus, unified = find_devices(edges, binary, system)
+    if system.startswith("linux"):
+        total, available = meminfo_memory(_text(edges, "/proc/meminfo"))
+        limit, left = group_memory(edges)
+        if left is not None:
+            available = min(available, left)
+    elif system == "darwin":
+        size = edges.proc.run(["sysctl", "-n", "hw.memsize"])[1].strip()
+        total = int(size) if size.isdigit() else 0
+        available = vm_stat_memory(edges.proc.run(["vm_stat"])[1])
+        gpus = _apple_devices(edges, total, gpus)
+        unified = unified or any(g.backend == "MTL" for g in gpus)
+    elif system == "win32":
+        total, available = edges.proc.memory_status()
+    if unified:                              # 0: it takes what RAM there is
+        gpus = tuple(g if g.total else g._replace(total=total, free=available)
+                     for g in gpus)
+    return Memory(total, available, limit if limit and limit < total else None, gpus,
+                  unified, system)
+
+
+def effective_shape(edges: Edges, where: Places, model: str) -> dict:
+    "What the engine of this model file was last started with: ctx, slots, ...; or {}."
+    with contextlib.suppress(ValueError, AttributeError, TypeError, OSError):
+        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
+        return dict(known.get("models", {}).get(model, {}))
+    return {}
+
+
+def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None:
+    "Remember what the engine of this model file runs with; a full disk is no failure."
+    known: dict = {}
+    with contextlib.suppress(ValueError, OSError):
+        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
+    models = known.get("models") if isinstance(known, dict) else None
+    models = dict(models if isinstance(models, dict) else {}, **{model: shape})
+    with contextlib.suppress(OSError):
+        edges.disk.write(where.file(_EFFECTIVE), json.dumps(
+            {"schema": 1, "models": models}, indent=1).encode())
 
 
 def cpu_count() -> int:
@@ -7972,8 +10249,8 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 # ============================================================================
 # 21. ENGINE - one llama-server: talk, probe, start, watch, stop.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, EDGES, MACHINE.  offers: Engine,
-#    EngineInfo, Upstream, EngineProcess, engine_flags, model_facts, pick_context.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
+#    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
 _UBATCH = 512                    # llama-server's default; sets the window's cells
@@ -8005,9 +10282,12 @@ def _cells_slack(window: int) -> int:
 
 def model_facts(edges: Edges, path: str) -> ModelFacts:
     "Header facts of a model file; raises BadModel, also for a file that is not there."
+    def part(name: str) -> tuple:
+        other = os.path.join(os.path.dirname(path), name)
+        return edges.disk.open_binary(other), edges.disk.size(other)
     try:
         with edges.disk.open_binary(path) as f:
-            return read_facts(f, edges.disk.size(path), os.path.basename(path))
+            return read_facts(f, edges.disk.size(path), os.path.basename(path), part)
     except OSError as error:
         raise BadModel(f"{path}: {error.strerror or error}",
                        "give the path of a GGUF file") from None
@@ -8057,6 +10337,10 @@ class Upstream:
         elif r.length is not None:
             self._left = r.length
         return r.status
+
+    def header(self, name: str) -> str:
+        "A header of the reply, '' when it has none of that name."
+        return self._response.getheader(name) or ""
 
     def read(self) -> bytes:
         """The next bytes of the body, b"" at its end.  Blocks until there are some.
@@ -8147,6 +10431,7 @@ class Engine:
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
+        self.kv_type = "f16"             # of a managed engine's slots
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -8364,31 +10649,13 @@ class Engine:
 
 
 # ---- starting one -----------------------------------------------------------
-def pick_context(facts: ModelFacts, asked: int, slots: int,
-                 memory: Optional[int]) -> int:
-    """Tokens of context for each slot: what was asked, else up to 16,384, as far as
-    the KV of all slots stays below half of the memory; a multiple of 256, 512 at least.
-
-    Raises UsageError when what was asked cannot fit.
-    """
-    most = facts.n_ctx_train or 8192
-    room = memory // 2 if memory else None
-    fits = most if not room or not facts.kv_bytes else \
-        room // (facts.kv_bytes * max(1, slots))
-    if asked:
-        if asked > fits and fits < most:
-            raise UsageError(
-                f"--ctx {asked} needs {fmt_bytes(asked * slots * facts.kv_bytes)} for "
-                f"{slots} slots; about {fmt_bytes(room or 0)} may be used",
-                f"try --ctx {max(512, fits // 256 * 256)} or fewer --slots")
-        return asked
-    return max(512, min(most, 16384, fits) // 256 * 256)
-
-
 def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
                  slots: int, ctx: int, threads: int, shelf: str, key_file: str,
-                 alias: str, swa_full: bool) -> tuple:
+                 alias: str, swa_full: bool,
+                 plan: Optional[MemoryPlan] = None) -> tuple:
     """(flags, dropped): the flags for the engine toki starts, by what --help knows.
+
+    `plan` adds KV type, checkpoints and layers on the GPU.
 
     Explicit slots and no unified cache, or idle slots are cleared at every launch; no
     host cache, or a pinned ask may swap another conversation into a busy slot.
@@ -8405,7 +10672,14 @@ def engine_flags(help_text: str, facts: ModelFacts, *, model: str, port: int,
     if swa_full:
         wanted.append(("--swa-full",))
     elif facts.kind != "rewindable":
-        wanted += [("--checkpoint-min-step", "64"), ("--ctx-checkpoints", "32")]
+        wanted += [("--checkpoint-min-step", "64"), ("--ctx-checkpoints", str(
+            plan.checkpoints if plan is not None else 32))]
+    if plan is not None and plan.kv_type != "f16":
+        wanted += [("--cache-type-k", plan.kv_type), ("--cache-type-v", plan.kv_type)]
+    if plan is not None and plan.gpu_layers is not None:
+        wanted.append(("--n-gpu-layers", str(plan.gpu_layers)))
+    if "4: trace" in help_text:              # the log then tells what memory it took
+        wanted.append(("--log-verbosity", "4"))
     known = set(re.findall(r"--[a-z0-9][a-z0-9-]*", help_text))
     flags, dropped = [], []
     for flag in wanted:
@@ -8423,6 +10697,7 @@ class EngineProcess:
                  env: Optional[dict] = None):
         self.argv, self.edges, self.where = list(argv), edges, where
         self.env = env or {}             # what this engine's launches export
+        self.first_words: list = []      # until it listens: what memory it took
         self.process: Any = None
         self.tail: deque = deque(maxlen=200)
         self.pump: Optional[threading.Thread] = None
@@ -8450,6 +10725,8 @@ class EngineProcess:
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
+            if len(self.first_words) < 4000:
+                self.first_words.append(line)
             keep.emit(logging.makeLogRecord({"msg": line}))
         keep.close()
 
@@ -9645,11 +11922,100 @@ class Shelf:
 
 
 # ============================================================================
+# 0. FEED - what happens in the book, told to whoever listens.
+#    uses: BOOK, EDGES.  offers: Feed, Listener.
+#
+#    The book's events are all that changes what faces show, so they are the feed:
+#    numbers only, never text or tokens.  `post` is called under the keeper's lock; it
+#    appends to lists in memory and waits for nobody.
+# ============================================================================
+_FEED_MOST = 512             # events one slow listener may be behind
+_FEED_LISTENERS = 64
+
+
+def _as_told(event: Any) -> Optional[dict]:
+    "A book event as faces hear it; None for what they need not know."
+    if isinstance(event, Dispatched):
+        return {"event": "start", "ask": event.ask, "slot": event.slot,
+                "class": event.request.klass, "raw": event.request.raw,
+                "prompt_tokens": len(event.prompt.tokens) if event.prompt else None,
+                "expected_tokens": event.kept}
+    if isinstance(event, Progressed):
+        return {"event": "prefill", "slot": event.slot, "ready": event.ready}
+    if isinstance(event, Settled):
+        return {"event": "settled", "ask": event.ask, "slot": event.slot}
+    if isinstance(event, Reborn):
+        return {"event": "engine", "slots": event.n_slots}
+    word = {Shelved: "saved", Unshelved: "dropped", Restored: "restored",
+            Aborted: "aborted", Marked: "marked"}.get(type(event))
+    return word and {"event": word, "slot": getattr(event, "slot", -1)}
+
+
+class Listener:
+    "One face's events, in order; `take` waits for some."
+
+    def __init__(self) -> None:
+        self._ready = threading.Condition()
+        self._events: deque = deque()
+        self._missed = 0
+
+    def put(self, event: dict) -> None:
+        with self._ready:
+            if len(self._events) >= _FEED_MOST:
+                self._events.popleft()
+                self._missed += 1
+            self._events.append(event)
+            self._ready.notify()
+
+    def take(self, patience_s: float) -> list:
+        "What came meanwhile, [] when nothing did; says so when some were lost."
+        with self._ready:
+            if not self._events:
+                self._ready.wait(patience_s)
+            found, missed = list(self._events), self._missed
+            self._events.clear()
+            self._missed = 0
+        return [{"event": "missed", "events": missed}] * bool(missed) + found
+
+
+class Feed:
+    "Everybody who listens; `book_event` and `post` tell them."
+
+    def __init__(self, clock: Any):
+        self.clock = clock
+        self._listeners: list = []
+
+    def listen(self) -> Optional[Listener]:
+        "None when too many listen already."
+        if len(self._listeners) >= _FEED_LISTENERS:
+            return None
+        listener = Listener()
+        self._listeners = [*self._listeners, listener]
+        return listener
+
+    def leave(self, listener: Listener) -> None:
+        self._listeners = [x for x in self._listeners if x is not listener]
+
+    def book_event(self, event: Any) -> None:
+        if self._listeners:
+            told = _as_told(event)
+            if told:
+                self.post(told)
+
+    def post(self, event: dict) -> None:
+        event = dict(event, at=self.clock.wall())
+        for listener in self._listeners:
+            listener.put(event)
+
+
+# ============================================================================
 # 25. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, BOOK, DECIDE, EDGES, ENGINE.
+#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
 _CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcuts that are checked
+_MODELS_KNOWN = 16                   # whose habits are kept
+_LEFT_OUT = "the chat template leaves out a system message"
 
 
 class Prompter:
@@ -9664,6 +12030,7 @@ class Prompter:
         self.lock, self.ability = lock, ability
         self.shortcut_on = config.shortcut
         self._shortcuts = 0
+        self._habits: OrderedDict = OrderedDict()    # model and its abilities -> Habits
         self.forget()
 
     def forget(self) -> None:
@@ -9676,25 +12043,118 @@ class Prompter:
 
     def prepare(self, request: Request, core: bytes) -> Optional[Prompt]:
         """The ask's tokens; None when they cannot be known (then it is forwarded
-        as it is).  Raises BadAsk for a prompt that cannot fit."""
+        as it is).  Raises BadAsk for a prompt that cannot fit, and the engine's own
+        words when its template or grammar refuses this form (see `learn`)."""
         info = self.engine.info
         if request.media or info is None:
             return None
         try:
             if request.route == "chat":
                 self._count("template_calls")
-                prompt = self._from_text(self.engine.render(core))
+                text = self.engine.render(core)
+                self._look_for_losses(request, text)
+                prompt = self._from_text(text)
             else:
                 prompt = self._from_prompt(request.body["prompt"])
         except EngineGone:
             raise
         except (TokiError, KeyError, TypeError, OverflowError) as error:
+            if isinstance(error, TokiError) and self._is_refusal(error):
+                raise
             # The ask itself will get the engine's own words about it.
             log.debug("the prompt could not be rendered: %s", error)
             return None
         if info.n_ctx and len(prompt.tokens) >= info.n_ctx:
             raise prompt_size_error(len(prompt.tokens), info.n_ctx)
         return prompt
+
+    # ---- forms that are not refused -------------------------------------------
+    def habits(self) -> Habits:
+        "What is known of the engine's model; a changed template is another model."
+        info = self.engine.info
+        key = info and (info.model, info.path, repr(sorted(info.template.items())))
+        with self.lock:
+            habits = self._habits.pop(key, None) or Habits()
+            self._habits[key] = habits
+            while len(self._habits) > _MODELS_KNOWN:
+                self._habits.popitem(last=False)
+        return habits
+
+    def fitted(self, request: Request) -> Request:
+        "The ask in the form that this model is known to take; most need no other."
+        habits = self.habits()
+        with self.lock:
+            body, words = habits.fit(request.body)
+            sent = request.sent and apply_forms(request.sent, habits.forms)[0]
+        if not words:
+            return request
+        return request._replace(
+            body=body, sent=sent, before=request.body.get("messages"),
+            steadied=(*request.steadied, *words))
+
+    @staticmethod
+    def _is_refusal(error: TokiError) -> bool:
+        return is_schema_refusal(error.status, error.message) \
+            or is_template_refusal(error.status, error.message)
+
+    def learn(self, given: Request, sent: Request, error: TokiError) -> bool:
+        """After a refusal of `sent`, which is `given` as it was fitted: is there now
+        another form of it to send?  If not, `error` has a hint for the client."""
+        if not self._is_refusal(error):
+            return False
+        if self.fitted(given).body != sent.body:
+            return True                  # another ask has learned it meanwhile
+        habits, words = self.habits(), error.message
+        if is_schema_refusal(error.status, words):
+            with self.lock:
+                learned = habits.climb(given.body, words)
+                hint = "" if learned else habits.schema_hint(given.body, words)
+        else:
+            learned = given.route == "chat" and self._find_forms(habits, given, words)
+            hint = "the chat template of this model takes no such history: " \
+                + refusal_words(words)
+        if learned:
+            log.info("refused (%s); sent in another form: %s", refusal_words(words),
+                     "; ".join(self.fitted(given).steadied) or "as it was")
+            return True
+        error.hint, error.status, error.kind = hint, 400, "invalid_request_error"
+        return False
+
+    def _find_forms(self, habits: Habits, given: Request, refusal: str) -> bool:
+        "Try the template itself, nearest form first; then leave out what was not it."
+        messages, old = given.body["messages"], habits.forms
+        found = next((f for f in nearer_forms(messages, refusal, old)
+                      if self._takes(habits, given, f)), None)
+        if found is None and _LEFT_OUT in refusal:
+            with self.lock:
+                habits.silent = True     # no form helps: it goes as it is
+            return True
+        if found is None:
+            return False
+        for name in sorted(found - old):
+            if len(found - old) > 1 and self._takes(habits, given, found - {name}):
+                found = found - {name}
+        with self.lock:
+            habits.forms = habits.forms | found
+        return True
+
+    def _takes(self, habits: Habits, given: Request, forms: Iterable[str]) -> bool:
+        "Does the template render the ask in these forms, with all it is told to do?"
+        with self.lock:
+            body = habits.fit(given.body, forms)[0]
+        self._count("template_calls")
+        try:
+            text = self.engine.render(core_json(given._replace(body=body)))
+        except EngineGone:
+            raise
+        except TokiError as error:
+            return is_schema_refusal(error.status, error.message)
+        return not lost_system(given.body["messages"], text)
+
+    def _look_for_losses(self, request: Request, text: str) -> None:
+        "Raise a refusal for a template that leaves out a system message silently."
+        if lost_system(request.body["messages"], text) and not self.habits().silent:
+            raise TokiError(_LEFT_OUT, status=400)
 
     def _from_prompt(self, value: Any) -> Prompt:
         if isinstance(value, str):
@@ -10113,8 +12573,9 @@ class Mover:
 
 # ============================================================================
 # 27. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY, GGUF, EDGES,
-#    ENGINE, LEDGER, SHELF, PROMPTS, MOVES.  offers: Keeper, cache_report.
+#    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
+#    GGUF, EDGES, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers: Keeper,
+#    cache_report.
 # ============================================================================
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
@@ -10149,6 +12610,9 @@ class Keeper:
         # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
         self.lock = OwnedLock()
         self.book = Book(b"toki", config.memory_mb << 19)
+        self.feed = Feed(edges.clock)
+        self.book.heard = self.feed.book_event
+        self._forest: tuple = ([], [])   # what was held, and its picture
         self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
         self.mover = Mover(
             engine, self.book, self.lock, edges, self.ability,
@@ -10295,7 +12759,9 @@ class Keeper:
         with contextlib.suppress(OSError):
             with self.edges.disk.open_binary(info.path) as f:
                 mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
-        return {"model": mark or info.path, "model_size": facts.size if facts else 0,
+        kv = {} if self.engine.kv_type == "f16" else {"kv": self.engine.kv_type}
+        return {**kv, "model": mark or info.path,
+                "model_size": facts.size if facts else 0,
                 "build": info.build, "slots": info.n_slots,
                 "swa_full": self.engine.swa_full,
                 "flags": self.config.engine_args if self.managed else "unknown"}
@@ -10910,8 +13376,10 @@ class Keeper:
             counters, rates = self.book.counters.as_dict(), self.book.rates.as_dict()
             waiting = len(self.tickets)
             recent = list(self.recent)[-50:]
+            held = self.book.held()
         return {
             "schema": 1, "toki": __version__, "started": self.started,
+            "now": self.edges.clock.wall(),
             "engine": {
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
@@ -10920,12 +13388,23 @@ class Keeper:
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
-            "open": self.open_count(),
+            "open": self.open_count(), "forest": self._picture(held),
             "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
                        "known_bytes": self.book.known_bytes,
                        "text_bytes": self.prompter.texts.used},
             "recent": recent}
+
+    def _picture(self, held: list) -> list:
+        """Who holds which tokens, as runs drawn once; made outside the lock, and anew
+        only when somebody holds something else."""
+        old, forest = self._forest
+        if len(old) != len(held) or any(
+                a.name != b.name or a.tokens is not b.tokens
+                for a, b in zip(old, held)):
+            forest = prefix_forest(held)
+            self._forest = (held, forest)
+        return forest
 
     def _shelf_document(self) -> dict:
         with self.lock:
@@ -10946,6 +13425,7 @@ class Keeper:
         "One finished ask, for ledger and faces."
         row["run"] = self.run
         self.recent.append(row)
+        self.feed.post(dict(row, event="done"))
         if self.ledger is not None:
             self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
                             else ())
@@ -11389,6 +13869,7 @@ class Desk:
         else:
             request = parse_ask("chat", ask)
         keeper, quiet = self.keeper, lambda phase: None
+        request = keeper.prompter.fitted(request)
         lease = keeper.admit(request, core_json(request), quiet)
         held = spent = 0
         try:
@@ -11560,6 +14041,7 @@ class _DeadlineReader(io.RawIOBase):
 
     def __init__(self, sock: socket.socket):
         self.sock, self.end = sock, 0.0
+        self.early = b""                 # read already, to see whether anybody is there
 
     def readable(self) -> bool:
         return True
@@ -11568,6 +14050,9 @@ class _DeadlineReader(io.RawIOBase):
         self.end = time.monotonic() + seconds
 
     def readinto(self, buffer: Any) -> int:
+        if self.early:
+            buffer[:1], self.early = self.early, b""
+            return 1
         left = self.end - time.monotonic()
         if left <= 0:
             raise OSError("deadline passed")
@@ -11625,6 +14110,30 @@ def _read_chunked(stream: Any, most: int) -> bytes:
     raise BadAsk("the body's trailer is malformed")
 
 
+def _too_large(most: int) -> BadAsk:
+    return BadAsk(f"the body unpacks to more than {fmt_bytes(most)}", status=413)
+
+
+def _unzstd(data: bytes, most: int) -> bytes:
+    "zstd, from Python 3.14 on."
+    try:
+        from compression import zstd
+    except ImportError:
+        raise BadAsk("content coding 'zstd' cannot be read by this Python",
+                     "send gzip, deflate or none; or run toki with Python 3.14",
+                     status=415) from None
+    worker = zstd.ZstdDecompressor()
+    try:
+        out = worker.decompress(data, most + 1)
+    except zstd.ZstdError:
+        out = b""
+    if len(out) > most:
+        raise _too_large(most)
+    if not worker.eof:
+        raise BadAsk("the zstd body is damaged or cut off")
+    return out
+
+
 def _decode(data: bytes, coding: str, most: int) -> bytes:
     """The body without its content coding; the limit holds for what comes out.
 
@@ -11633,6 +14142,8 @@ def _decode(data: bytes, coding: str, most: int) -> bytes:
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return data
+    if coding == "zstd":
+        return _unzstd(data, most)
     if coding not in ("gzip", "x-gzip", "deflate"):
         raise BadAsk(f"content coding {coding!r} cannot be read here",
                      "send gzip, deflate or none", status=415)
@@ -11641,8 +14152,7 @@ def _decode(data: bytes, coding: str, most: int) -> bytes:
             worker = zlib.decompressobj(wbits)
             out = worker.decompress(data, most + 1)
             if len(out) > most:
-                raise BadAsk(f"the body unpacks to more than {fmt_bytes(most)}",
-                             status=413)
+                raise _too_large(most)
             if worker.eof:
                 return out
         except zlib.error:
@@ -11803,8 +14313,10 @@ class Exchange:
         """
         try:
             self.sock.settimeout(0)
-            data = self.sock.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, InterruptedError):
+            # TLS cannot peek: what was taken is given back to the reader.
+            data = self.sock.recv(1) if isinstance(self.sock, ssl.SSLSocket) \
+                else self.sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
             return False
         except OSError:
             return True
@@ -11812,6 +14324,8 @@ class Exchange:
             with contextlib.suppress(OSError):
                 self.sock.settimeout(_WRITE_S)
         if data:
+            if isinstance(self.sock, ssl.SSLSocket):
+                self._h.reader.early = data
             self._watch = False
         return not data
 
@@ -11905,8 +14419,9 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     allow_reuse_address = os.name != "nt"
 
     def __init__(self, host: str, port: int, answer: Callable[[Exchange], None],
-                 most: int, connections: int = 512):
-        self.answer, self.most = answer, most
+                 most: int, connections: int = 512,
+                 tls: Optional[ssl.SSLContext] = None):
+        self.answer, self.most, self.tls = answer, most, tls
         self._room = threading.BoundedSemaphore(connections)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -11932,9 +14447,26 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def process_request_thread(self, request: Any, address: Any) -> None:
         try:
-            super().process_request_thread(request, address)
+            if self.tls is not None:     # here, so that nobody waits for a slow one
+                request = self._shake_hands(request)
+            if request is not None:
+                super().process_request_thread(request, address)
         finally:
             self._room.release()
+
+    def _shake_hands(self, request: Any) -> Any:
+        "The connection under TLS, None when the other side speaks something else."
+        wrapped = None
+        try:
+            request.settimeout(_HEAD_S)
+            wrapped = self.tls.wrap_socket(request, server_side=True,
+                                           do_handshake_on_connect=False)
+            wrapped.do_handshake()
+            return wrapped
+        except (OSError, ValueError) as error:
+            log.debug("a TLS handshake failed: %s", error)
+            self.shutdown_request(request if wrapped is None else wrapped)
+            return None
 
     def handle_error(self, request: Any, address: Any) -> None:
         log.debug("a connection ended badly", exc_info=True)
@@ -11942,19 +14474,23 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 # ============================================================================
 # 31. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK, EDGES,
-#    STEADY, MACHINE, ENGINE, RECALL, MOVES, KEEPER, DESK, HTTP.
-#    offers: Gateway, ROUTES, Route, prometheus.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK,
+#    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, HTTP.
+#    offers: Gateway, ROUTES, Route, page_headers, prometheus.
 # ============================================================================
+_MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
+
+
 class Route(NamedTuple):
     method: str
     path: str
-    auth: str                # "open" on loopback | "token"
+    auth: str                # "open" on loopback | "token" | "page": always open
     handler: str
     help: str
 
 
 ROUTES = (
+    Route("GET", "/", "page", "page", "the web page: chat, and what the cache does"),
     Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
     Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
     Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
@@ -11975,6 +14511,10 @@ ROUTES = (
     Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
     Route("GET", "/toki/state", "open", "state",
           "the state document behind every face"),
+    Route("GET", "/toki/events", "token", "events",
+          "what changes in it, as server-sent events"),
+    Route("POST", "/toki/diff", "open", "diff",
+          "how two replies differ: class and first difference"),
     Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
     Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
           ", ".join(DESK_VERBS)),
@@ -12005,6 +14545,26 @@ def dialect_of(path: str) -> Optional[Dialect]:
         return RESPONSES
     own = path.lstrip("/").startswith("anthropic/")
     return ANTHROPIC if own or plain.startswith("/v1/messages") else None
+
+
+_DIFF_MOST = 1 << 20         # characters of two texts together
+
+
+def page_headers(page: str) -> dict:
+    """Headers that let the page's own style and script run, known by their digests,
+    and nothing else: no other host, no frame, no markup made of text."""
+    def digests(tag: str) -> str:
+        return " ".join(
+            "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()
+                                          ).decode() + "'"
+            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S))
+    return {"Content-Security-Policy":
+            f"default-src 'none'; script-src {digests('script')}; "
+            f"style-src {digests('style')}; connect-src 'self'; img-src data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            "require-trusted-types-for 'script'; trusted-types 'none'",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-cache"}
 
 
 def prometheus(state: dict) -> str:
@@ -12058,6 +14618,8 @@ class _Reply:
         rate = self.keeper.book.rates.prefill_ms
         report = cache_report(lease, timings, self.ttft_ms, rate,
                               self.gateway.why(lease))
+        report["total_ms"] = round(
+            (self.gateway.edges.clock.now() - self.x.began) * 1000, 1)
         if self.cache:                   # several asks behind one request
             for name in report["from_engine"]:
                 report[name] += self.cache[name]
@@ -12148,6 +14710,8 @@ class _StreamReply(_Reply):
     def start(self, lease: Lease, many: int) -> None:
         self.splitter, self.heard = EventSplitter(), Transcript()
         self.ask, self.many = lease.request, many
+        self.n_chars = 0                 # of a text whose tokens have logprobs
+        self.numbers = CallNumbers()
         self.fresh = True                # the first event of this ask is to come
         if not self.x.committed:
             plan = lease.plan
@@ -12209,6 +14773,7 @@ class _StreamReply(_Reply):
         "The bytes for the client; b\"\" for what is not its business."
         if not self.fresh and self.many == 1 and b'"timings"' not in raw \
                 and b'"tool_calls"' not in raw and raw.startswith(b'data: {"choices"') \
+                and (b'"logprobs":{' not in raw or self.request.route == "chat") \
                 and b'"prompt_progress"' not in raw:
             self.heard.add(raw)
             for old, new in self.replace:
@@ -12238,6 +14803,11 @@ class _StreamReply(_Reply):
         choices = event.get("choices") or []
         for choice in choices:
             choice["index"] = self.index
+            self.numbers.renumber((choice.get("delta") or {}).get("tool_calls") or ())
+            told = choice.get("logprobs")
+            if "text" in choice and isinstance(told, dict) and "content" in told:
+                choice["logprobs"] = text_logprobs(told["content"], self.n_chars)
+                self.n_chars += len(choice["text"] or "")
         timings = read_timings(event)
         if timings and (not choices or choices[0].get("finish_reason")):
             self.finished(lease, timings)
@@ -12359,8 +14929,8 @@ class Gateway:
 
     def __init__(self, keeper: Keeper, config: Config, token: str,
                  edges: Edges = REAL, on_stop: Callable[[], None] = lambda: None,
-                 recall: Optional[Recall] = None):
-        self.keeper, self.config, self.edges = keeper, config, edges
+                 recall: Optional[Recall] = None, page: str = ""):
+        self.keeper, self.config, self.edges, self.page = keeper, config, edges, page
         self.token, self.on_stop = token, on_stop
         self.notes: dict = {}            # ask -> clause about the nearest prompt
         self.desk = Desk(keeper)
@@ -12373,9 +14943,10 @@ class Gateway:
             self._check_host(x)
             if self._check_origin(x):
                 return
+            self._check_upgrade(x)
             route = self._route(x)
             self._check_key(x, route)
-            getattr(self, "_" + route.handler)(x)
+            self._answer(x, route)
         except ClientGone:
             x.hang_up()
         except TokiError as error:
@@ -12390,6 +14961,9 @@ class Gateway:
             if not x.committed:
                 self.send_error(x, TokiError("toki failed inside", "see `toki logs`"))
             x.hang_up()
+
+    def _answer(self, x: Exchange, route: Route) -> None:
+        getattr(self, "_" + route.handler)(x)
 
     def new_id(self, prefix: str) -> str:
         return f"{prefix}_{secrets.token_hex(12)}"
@@ -12420,13 +14994,17 @@ class Gateway:
         "Refuse foreign web pages; answer preflight requests (True: answered)."
         origin = x.headers.get("origin")
         if origin is not None:
-            name = urllib.parse.urlsplit(origin).hostname or ""
+            target = urllib.parse.urlsplit(origin)
+            name = target.hostname or ""
+            own = target.netloc.lower() == x.headers.get("host", "").strip().lower()
             allowed = [o.strip() for o in self.config.allow_origins.split(",")]
-            if not (is_loopback(name) or origin in allowed):
+            if not (own or is_loopback(name) or origin in allowed):
                 raise Denied(f"the origin {origin[:100]!r} may not call this daemon",
                              "add it to allow_origins if it should", status=403)
             x.extra.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
-        elif x.headers.get("sec-fetch-site") == "cross-site":
+        elif x.headers.get("sec-fetch-site") == "cross-site" and not (
+                normal_path(x.path) == "/" and x.method == "GET"
+                and x.headers.get("sec-fetch-mode") == "navigate"):
             raise Denied("a foreign web page may not call this daemon", status=403)
         if x.method != "OPTIONS":
             return False
@@ -12440,6 +15018,13 @@ class Gateway:
                 x.extra["Access-Control-Allow-Private-Network"] = "true"
         x.send(204, b"")
         return True
+
+    @staticmethod
+    def _check_upgrade(x: Exchange) -> None:
+        "Codex asks for a WebSocket first; told at once, it speaks HTTP."
+        if "websocket" in x.headers.get("upgrade", "").lower():
+            raise Missing("no WebSockets are spoken here",
+                          "send the same as POST and read the event stream", status=426)
 
     def _route(self, x: Exchange) -> Route:
         path = normal_path(x.path)
@@ -12458,7 +15043,8 @@ class Gateway:
         raise Missing(f"there is no {path[:200]}", f"did you mean {close[0]}?")
 
     def _check_key(self, x: Exchange, route: Route) -> None:
-        if route.auth == "open" and is_loopback(self.config.host):
+        if route.auth == "page" or (
+                route.auth == "open" and is_loopback(self.config.host)):
             return
         given = x.headers.get("authorization", "")
         given = given[7:] if given.lower().startswith("bearer ") else given
@@ -12517,7 +15103,8 @@ class Gateway:
                 request = parse_ask(kind, body, x.headers, client)._replace(
                     sent=request.body["messages"])
         return request._replace(asked=asked, at=int(self.edges.clock.wall()),
-                                owner=owner, steadied=said)
+                                owner=owner,
+                                steadied=(*request.steadied, *said))
 
     @staticmethod
     def _owner_of(x: Exchange) -> str:
@@ -12528,8 +15115,9 @@ class Gateway:
     def remember(self, reply: "_Reply") -> None:
         "The reply is about to end: what it said may come back changed."
         if reply.ask.route == "chat" and reply.many == 1:
-            self.recall.remember(reply.ask.body["messages"], reply.heard,
-                                 reply.ask.owner)
+            ask = reply.ask
+            self.recall.remember(ask.before or ask.body["messages"], reply.heard,
+                                 ask.owner)
 
     def responded(self, request: Request, reply: dict) -> None:
         if reply.get("object") == "response":
@@ -12551,8 +15139,9 @@ class Gateway:
     def _count_tokens(self, x: Exchange) -> None:
         request = self._read(x, "chat")
         self._need_engine()
+        prepare = self.keeper.prompter.prepare
         try:
-            prompt = self.keeper.prompter.prepare(request, core_json(request))
+            prompt = self._fitting(request, lambda r: prepare(r, core_json(r)))
             n = len(prompt.tokens) if prompt is not None else 0
         except BadAsk as error:
             n = error.extra.get("n_prompt_tokens", 0)
@@ -12574,6 +15163,8 @@ class Gateway:
             raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
                          "send text only, or serve a model with vision",
                          param="messages")
+        if request.media:
+            check_pictures(request.body["messages"])
 
     def _run(self, ask: Request, reply: Any, many: int) -> None:
         """One ask: tokens, slot, engine, settle.  When the engine dies before the
@@ -12581,8 +15172,7 @@ class Gateway:
         for attempt in range(4):
             self.keeper.wait_ready(reply.tick)
             try:
-                ask, core, lease = self._admitted(ask, reply)
-                self._dispatch(ask, core, lease, reply, many)
+                self._fitting(ask, lambda fit: self._run_once(fit, reply, many), reply)
                 return
             except EngineGone as error:
                 if attempt == 3 or reply.started:
@@ -12592,6 +15182,31 @@ class Gateway:
                 # A dying process may answer /health for a moment yet.
                 self.edges.clock.sleep(0.2 * (attempt + 1))
                 self.keeper.watch_once()
+
+    def _run_once(self, ask: Request, reply: Any, many: int) -> None:
+        ask, core, lease = self._admitted(ask, reply)
+        self._dispatch(ask, core, lease, reply, many)
+
+    def _fitting(self, ask: Request, run: Callable[[Request], Any],
+                 reply: Any = None) -> Any:
+        """run(the ask in a form that is taken): what template or grammar refuse is
+        tried in nearer and nearer forms; when all fail the first refusal is raised."""
+        prompter, first = self.keeper.prompter, None
+        for _ in range(_MOST_FORMS):
+            fit = prompter.fitted(ask)
+            try:
+                return run(fit)
+            except EngineGone:
+                raise
+            except TokiError as error:
+                if (reply is not None and reply.started) \
+                        or not prompter.learn(ask, fit, error):
+                    if first is not None and error.hint:
+                        first.hint, first.status, first.kind = \
+                            error.hint, error.status, error.kind
+                    raise (first or error) from None
+                first = first or error
+        raise first
 
     def _admitted(self, ask: Request, reply: Any) -> tuple:
         """(ask, its body, its lease).  An ask that is refused in the form toki gave it
@@ -12604,7 +15219,7 @@ class Gateway:
                 raise
             log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
             ask = ask._replace(body=dict(ask.body, messages=ask.sent), sent=None,
-                               steadied=())
+                               before=None, steadied=())
             return self._admitted(ask, reply)
 
     def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
@@ -12612,8 +15227,12 @@ class Gateway:
         keeper, up, status = self.keeper, None, "failed"
         try:
             keeper.mover.carry_out(lease, reply.tick)
+            room = keeper.engine.info.n_ctx - len(lease.prompt.tokens) \
+                if lease.prompt is not None and keeper.engine.info else None
+            if over_room(ask, room):
+                lease.request = ask._replace(steadied=(*ask.steadied, "max_tokens"))
             up = keeper.engine.open(PATHS[ask.route],
-                                    engine_json(ask, core, lease.slot))
+                                    engine_json(ask, core, lease.slot, room))
             keeper.prompter.remember(lease.prompt)
             note = keeper.name_difference(
                 lease, lambda: core.decode("utf-8", "replace"))
@@ -12706,6 +15325,7 @@ class Gateway:
             "queued_ms": round(lease.queued_ms, 1),
             "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
             "regret_ms": max(0, round(lease.regret_ms, 1)),
+            "moved_ms": round(lease.spent_ms, 1),
             "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
             "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
             lease.prompt if status == "ok" else None)
@@ -12779,6 +15399,51 @@ class Gateway:
 
     def _state(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document())
+
+    def _page(self, x: Exchange) -> None:
+        if not self.page:
+            raise Missing("there is no page here")
+        x.send(200, self.page.encode(), "text/html; charset=utf-8",
+               page_headers(self.page))
+
+    def _events(self, x: Exchange) -> None:
+        "Events as they happen, signs of life now and then, until the client leaves."
+        feed, config = self.keeper.feed, self.config
+        listener = feed.listen()
+        if listener is None:
+            raise Busy("too many pages listen already", "close some", retry_s=10)
+        try:
+            x.begin()
+            x.write(sse({"event": "hello", "schema": 1}))
+            beat_at = self.edges.clock.now() + config.heartbeat
+            while not self.keeper.stopping.is_set():
+                events = listener.take(0.5)
+                watched = x.watched()
+                if watched and self.edges.net.readable(watched, 0) and x.gone():
+                    raise ClientGone()
+                now = self.edges.clock.now()
+                if not events and now >= beat_at:
+                    events = [{"event": "beat"}]
+                if events:
+                    beat_at = now + config.heartbeat
+                    x.write(b"".join(map(sse, events)))
+            x.end()
+        finally:
+            feed.leave(listener)
+
+    def _diff(self, x: Exchange) -> None:
+        body = x.json()
+        texts = [body.get(k) for k in "ab"] if isinstance(body, dict) else []
+        if len(texts) != 2 or not all(isinstance(t, str) for t in texts):
+            raise BadAsk("two texts are needed", 'send {"a": "...", "b": "..."}')
+        a, b = texts
+        if len(a) + len(b) > _DIFF_MOST:
+            raise BadAsk(f"the texts have {len(a) + len(b)} characters, at most "
+                         f"{_DIFF_MOST} are compared", status=413)
+        at = next((i for i, (p, q) in enumerate(zip(a, b)) if p != q),
+                  min(len(a), len(b)))
+        x.send_json(200, {"class": divergence(a, b),
+                          "first_difference": None if a == b else at})
 
     def _cache(self, x: Exchange) -> None:
         x.send_json(200, self.keeper.document()["shelf"])
@@ -13558,11 +16223,11 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 # ============================================================================
 # 0. MODELS - the models of this machine: registered, imported, checked, removed.
-#    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
-#    ENGINES.  offers: registry_path, read_registry, change_registry, entry_paths,
-#    inspect_model, register, import_model, old_registry, models_rows, model_doc,
-#    model_text, check_models, remove_model, use_model, entry_setup, disk_room,
-#    entry_dict, name_taken.
+#    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
+#    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
+#    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
+#    model_doc, model_text, check_models, remove_model, use_model, entry_setup,
+#    disk_room, entry_dict, name_taken.
 #
 #    A model gets its entry last, when all its files are there and read as a model.
 # ============================================================================
@@ -13651,24 +16316,12 @@ def inspect_model(paths: Sequence[str], edges: Edges) -> ModelFacts:
         raise BadModel(f"{lacking[0]} is not there" + (
             f", nor {len(lacking) - 1} more" if len(lacking) > 1 else ""),
             "fetch or import it again, or edit the entry")
-    for path in paths:
-        with edges.disk.open_binary(path) as f:
-            try:
-                part = read_part(f, edges.disk.size(path))
-            except BadModel as error:
-                raise BadModel(f"{path}: {error.message}", error.hint) from None
-        if part.sort in _NO_MODELS:
-            raise BadModel(f"{path} is {_NO_MODELS[part.sort]}, no model of its own",
-                           "name the model it belongs to")
-        named = split_of(path)
-        want = (named[1] - 1, named[2]) if named else (0, 0)
-        if part.count > 1 and (part.no, part.count) != want:
-            raise BadModel(f"{path} calls itself part {part.no + 1} of {part.count}",
-                           "parts keep the names they were published with")
-        if named and named[2] > 1 and part.count <= 1:
-            raise BadModel(f"{path} is named as a part, its header says it is none",
-                           "fetch it again")
     facts = model_facts(edges, paths[0])
+    with edges.disk.open_binary(paths[0]) as f:
+        sort = read_sort(f, edges.disk.size(paths[0]))
+    if sort in _NO_MODELS:
+        raise BadModel(f"{paths[0]} is {_NO_MODELS[sort]}, no model of its own",
+                       "name the model it belongs to")
     return facts._replace(size=sum(edges.disk.size(p) for p in paths))
 
 
@@ -13964,32 +16617,29 @@ def models_rows(registry: Registry, edges: Edges) -> list:
     return rows
 
 
-def model_doc(entry: Entry, registry: Registry, edges: Edges) -> dict:
+def model_doc(entry: Entry, registry: Registry, edges: Edges,
+              plan: Optional[MemoryPlan] = None) -> dict:
     "All that is known of a model, as `model show --json` prints it; BadModel."
     paths = entry_paths(entry, registry, edges)
-    facts = inspect_model(paths, edges)
     return {"schema": REGISTRY_SCHEMA, "name": entry.name,
             "active": entry.name == registry.active, "files": paths,
-            "facts": facts._asdict(),
+            "facts": facts_json(inspect_model(paths, edges), plan),
             "entry": {k: v for k, v in entry._asdict().items()
                       if v and k not in ("name", "files")}}
 
 
-def model_text(doc: dict) -> str:
-    "A model's document as lines for people."
-    f, entry = doc["facts"], doc["entry"]
-    rows = [("name", doc["name"] + (" (active)" if doc["active"] else "")),
-            ("calls itself", f["name"]), ("architecture", f["architecture"]),
-            ("memory", f["kind"] + (f", window {f['window']}" if f["window"] else "")),
-            ("size", fmt_bytes(f["size"])),
-            ("trained for", f"{fmt_n(f['n_ctx_train'])} tokens"),
-            ("KV", f"{fmt_bytes(f['kv_bytes'])} a token at f16"),
-            ("template", "in the file" if f["template"] else "none in the file")]
+def model_text(entry: Entry, registry: Registry, edges: Edges,
+               plan: Optional[MemoryPlan] = None) -> str:
+    "A model's facts, registration and files as lines for people; BadModel."
+    paths = entry_paths(entry, registry, edges)
+    rows = [("registered as", entry.name
+             + (" (active)" if entry.name == registry.active else ""))]
     rows += [(k, ", ".join(n for n, _ in v) if k == "env" else ", ".join(map(str, v))
-              if isinstance(v, tuple) else str(v))
-             for k, v in entry.items() if k not in ("sizes", "fetched")]
-    rows += [("file" if i == 0 else "", p) for i, p in enumerate(doc["files"])]
-    return table(rows, ("what", "value"))
+              if isinstance(v, tuple) else str(v)) for k, v in entry._asdict().items()
+             if v and k not in ("name", "files", "sizes", "fetched")]
+    rows += [("file" if i == 0 else "", p) for i, p in enumerate(paths)]
+    return facts_text(inspect_model(paths, edges), plan) + "\n\n" + table(
+        rows, ("registration", "value"))
 
 
 def check_models(config: Config, where: Places, edges: Edges, name: str = "",
@@ -14510,7 +17160,9 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
     what to do; nothing is registered then.
     """
     hub = _Hub(config, edges, edges.term.err if urls else say)
-    sha, chosen, why, eyes = _pull_plan(hub, wanted, mmproj, available_memory(edges))
+    memory = detect_memory(edges)
+    sha, chosen, why, eyes = _pull_plan(
+        hub, wanted, mmproj, memory.room() + memory.gpu_room() or None)
     files = [*chosen.files, *([eyes] if eyes else [])]
     if urls:
         for f in files:
@@ -15219,8 +17871,8 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 # ============================================================================
 # 33. STACK - up, down, status: engine and daemon as one thing.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
-#    KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.  offers:
+#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
+#    RECALL, KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.  offers:
 #    Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
 #    why_text, cache_stats, given_flags, model_setup.
 # ============================================================================
@@ -15255,12 +17907,23 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
     return None
 
 
+def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
+                 facts: ModelFacts) -> MemoryPlan:
+    "What fits now, for this engine and model, with the flags it is known to need."
+    known = _read_json(edges, where.file(_REMEDIES)).get(
+        plan["binary"] + " " + plan["model"], [])
+    wishes = wishes_of(config)
+    return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
+        repack=wishes.repack and "--no-repack" not in known))
+
+
 class Daemon:
     "One gateway in front of one engine, attached or started; `run` until stopped."
 
     def __init__(self, config: Config, where: Places, edges: Edges = REAL,
-                 engine: Optional[Engine] = None, process_plan: Optional[dict] = None):
-        self.config, self.where, self.edges = config, where, edges
+                 engine: Optional[Engine] = None, process_plan: Optional[dict] = None,
+                 page: str = ""):
+        self.config, self.where, self.edges, self.page = config, where, edges, page
         self.plan = process_plan         # {"binary", "model", ...} of a managed engine
         self.engine = engine
         self.process: Optional[EngineProcess] = None
@@ -15270,6 +17933,7 @@ class Daemon:
         self.remedies = Remedies()       # changes without which this engine fails
         self.help_text = ""
         self.said: set = set()           # warnings that hold for every start
+        self.memory_plan: Optional[MemoryPlan] = None
         self.keeper: Optional[Keeper] = None
         self.server: Optional[FastServer] = None
         self.recall: Optional[Recall] = None
@@ -15278,9 +17942,10 @@ class Daemon:
     def _make_process(self) -> EngineProcess:
         plan, edges, where = self.plan or {}, self.edges, self.where
         facts = model_facts(edges, plan["model"])
-        slots = max(1, self.config.slots)
-        ctx = pick_context(facts, self.config.ctx, slots, available_memory(edges))
-        swa_full = facts.kind == "window"
+        self.memory_plan = fit = _memory_plan(self.config, where, edges, plan, facts)
+        slots, ctx, swa_full = fit.slots, fit.ctx, fit.swa_full
+        for line in (*fit.steps, fit_text(fit)):
+            log.info("memory: %s", line)
         port = edges.net.free_port()
         key_file = where.file("engine.key")
         key = secrets.token_urlsafe(24)
@@ -15294,7 +17959,7 @@ class Daemon:
             slots=slots, ctx=ctx, threads=self.config.threads,
             shelf=edges.disk.folder(where.shelf), key_file=key_file,
             alias=plan.get("alias") or os.path.basename(plan["model"]),
-            swa_full=swa_full)
+            swa_full=swa_full, plan=fit)
         if dropped:
             log.warning("this engine does not know %s; started without",
                         ", ".join(dropped))
@@ -15306,9 +17971,10 @@ class Daemon:
         self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
         self.engine.facts, self.engine.facts_given = facts, True
         self.engine.swa_full = swa_full and "--swa-full" not in dropped
-        return EngineProcess([plan["binary"], *flags], edges, where,
-                             dict(launch_env(plan["binary"], where, edges),
-                                  **plan.get("env", {})))
+        self.engine.kv_type = fit.kv_type
+        return EngineProcess([plan["binary"], *flags], edges, where, {
+            **dict(fit.environment), **launch_env(plan["binary"], where, edges),
+            **plan.get("env", {})})
 
     def _own_flags(self) -> list:
         "The user's flags for the engine, those left out that it does not know."
@@ -15336,6 +18002,17 @@ class Daemon:
         if text not in self.said:
             self.said.add(text)
             log.warning("%s", text)
+
+    def _check_memory(self, process: EngineProcess) -> None:
+        "The engine is up: what it took against the plan, and its shape for everybody."
+        fit, info = self.memory_plan, self.engine.info
+        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+            log.warning("memory otherwise than planned: %s", sentence)
+        save_effective(self.edges, self.where, self.plan["model"], {
+            "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
+            else fit.slots, "kv_type": fit.kv_type, "swa_full": self.engine.swa_full,
+            "bytes": fit.total, "steps": list(fit.steps),
+            "at": self.edges.clock.wall()})
 
     def _supervise(self) -> None:
         "Thread: keep the managed engine alive; pauses grow while it fails."
@@ -15389,7 +18066,9 @@ class Daemon:
         "Until the process ends; True when the engine became ready meanwhile."
         ready = False
         while process.alive() and not self.stop_flag.is_set():
-            ready = ready or self.keeper.state == "ready"
+            if not ready and self.keeper.state == "ready":
+                ready = True
+                self._check_memory(process)
             if ready:
                 self.keeper.hopeless = False
             self.stop_flag.wait(0.2)
@@ -15460,7 +18139,7 @@ class Daemon:
         self.recall = Recall(config, edges, self.where.file("recall.db")
                              if ledger is not None else "")
         gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set,
-                          self.recall)
+                          self.recall, self.page)
         try:
             self.server = FastServer(config.host, config.port, gateway,
                                      config.max_body_mb << 20, config.max_connections)
@@ -15613,9 +18292,12 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
             f"(pid {record['pid']}); `toki down` stops it")
         return record
     engine, model, config, more = _resolve(config, where, edges, yes, say)
-    port = _choose_port(config, edges, say)
     plan = {"schema": 1, "binary": engine, "model": model,
             "alias": re.sub(r"\.gguf$", "", os.path.basename(model)), **more}
+    fit = _memory_plan(config, where, edges, plan, model_facts(edges, model))
+    for line in (*fit.steps, fit_text(fit)):     # unfit is said here, not in a log
+        say("memory: " + line)
+    port = _choose_port(config, edges, say)
     edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
@@ -15923,8 +18605,2043 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
+# 0. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+#    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
+#    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
+#    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
+#
+#    All escape sequences that toki ever writes (CSI is ESC [):
+#      CSI ?1049 h l   alternate screen        CSI r;c H   cursor to row r, column c
+#      CSI ?25 h l     cursor shown or not     CSI K       erase to the end of the line
+#      CSI ?2004 h l   bracketed paste         CSI 2 J     erase the screen
+#      CSI ?2026 h l   one update at once      CSI n m     style, 16 basic colours
+#      CSI >4;1 m, >4 m   Ctrl and Alt told with any key, by xterm and tmux
+#      CSI >1 u, < u      the same, by kitty and those who follow it
+#      CSI ?1000;1006 h l the wheel, only on request: it takes the mouse from copying
+# ============================================================================
+class Key(NamedTuple):
+    "A key by name ('a', 'enter', 'ctrl+alt+up', 'f1', 'paste'), with what it types."
+    name: str
+    text: str = ""
+
+
+Line = list                  # of (style, text) pairs
+
+_ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[?2004h"
+_LEAVE_SCREEN = "\x1b[0m\x1b[?2004l\x1b[?25h\x1b[?1049l"
+_MORE_KEYS, _PLAIN_KEYS = "\x1b[>4;1m\x1b[>1u", "\x1b[<u\x1b[>4m"
+_WHEEL_ON, _WHEEL_OFF = "\x1b[?1000;1006h", "\x1b[?1000;1006l"
+
+_CSI = re.compile(r"\x1b\[([<=>?]?)([0-9:;]*)[ -/]*([@-~])")
+_CSI_BEGUN = re.compile(r"\x1b(?:\x1b?\[[<=>?]?[0-9:;]*[ -/]*|\x1b?O?|\[\[)\Z")
+_CSI_LETTERS = dict(zip("ABCDHFPQRS",
+                        "up down right left home end f1 f2 f3 f4".split()),
+                    M="enter", Z="shift+tab")
+_CSI_NUMBERS = dict(zip(
+    (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 23, 24),
+    "home insert delete end pageup pagedown home end f1 f2 f3 f4 f5 f6 f7 f8 f9 f10 "
+    "f11 f12".split()))
+_CONTROL = {"\r": "enter", "\n": "ctrl+j", "\t": "tab", "\x7f": "backspace",
+            "\b": "backspace", "\0": "ctrl+space", "\x1b": "esc"}
+
+
+def _held_keys(code: str) -> str:
+    "xterm's modifier number as 'ctrl+alt+': 1 + (1 shift, 2 alt, 4 ctrl)."
+    bits = max(0, int(code.split(":")[0] or 1) - 1) if code else 0
+    return "".join(name for bit, name in ((4, "ctrl+"), (2, "alt+"), (1, "shift+"))
+                   if bits & bit)
+
+
+def _char_key(char: str, held: str = "") -> Key:
+    "The key that types `char`, with what is held down beside it."
+    name = _CONTROL.get(char)
+    if name is None and char < " ":
+        name = "ctrl+" + chr(ord(char) + 64).lower()
+    if name is not None:
+        return Key(held + name)
+    if held in ("", "shift+"):
+        return Key(char, char)
+    return Key(held.replace("shift+", "") + char)
+
+
+class KeyReader:
+    """Bytes of a terminal to keys, however they are cut.
+
+    Unknown sequences vanish.  An ESC may be a key or the beginning of one: while
+    `waiting`, call `flush` when nothing has followed for a moment (40 ms).
+    """
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._rest = ""
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._rest) and not self._rest.startswith("\x1b[200~")
+
+    def feed(self, data: bytes) -> list:
+        self._rest += self._decode(data)
+        keys = []
+        while self._rest:
+            key, used = self._next(self._rest)
+            if not used:
+                break
+            self._rest = self._rest[used:]
+            keys += [key] if key else []
+        return keys
+
+    def flush(self) -> list:
+        "What waits is all there is: a lone ESC, and what stands behind it."
+        rest, self._rest = self._rest, ""
+        return [_char_key(rest[0])] + self.feed(rest[1:].encode()) if rest else []
+
+    def _next(self, text: str) -> tuple:
+        "(key or None, characters used); 0 used: more is needed."
+        if text[0] != "\x1b":
+            return _char_key(text[0]), 1
+        if text.startswith("\x1b[200~"):
+            end = text.find("\x1b[201~")
+            return (Key("paste", text[6:end]), end + 6) if end >= 0 else (None, 0)
+        if _CSI_BEGUN.match(text):
+            return None, 0
+        if text[1] == "\x1b":            # Alt with a key that is a sequence itself
+            if text[2] not in "[O":
+                return Key("esc"), 1
+            key, used = self._next(text[1:])
+            return key and Key("alt+" + key.name), used and used + 1
+        if text.startswith("\x1b[["):    # F1 to F5 of the Linux console
+            return Key("f" + str("ABCDE".find(text[3]) + 1)), 4
+        found = _CSI.match(text)
+        if found:
+            return self._sequence(*found.groups()), found.end()
+        if text[1] == "O":
+            name = _CSI_LETTERS.get(text[2])
+            return name and Key(name), 3
+        if text[1] == "[":
+            return None, 2               # broken: drop it
+        return _char_key(text[1], "alt+"), 2
+
+    def _sequence(self, mark: str, numbers: str, final: str) -> Optional[Key]:
+        parts = numbers.split(";")
+        first = int(parts[0].split(":")[0] or 0)
+        if mark == "<" and final == "M":
+            wheel = {64: "wheelup", 65: "wheeldown"}.get(first)
+            return wheel and Key(wheel)
+        if mark:
+            return None                  # an answer to a question we never ask
+        held = _held_keys(parts[1]) if len(parts) > 1 else ""
+        if final == "~" and first == 27 and len(parts) == 3:
+            return self._code(parts[2], held)
+        if final == "u":
+            return self._code(parts[0], held)
+        name = _CSI_NUMBERS.get(first) if final == "~" else _CSI_LETTERS.get(final)
+        return name and Key(held + name)
+
+    @staticmethod
+    def _code(number: str, held: str) -> Optional[Key]:
+        code = int(number.split(":")[0] or 0)
+        if not 0 < code < 0x110000 or 0xD800 <= code < 0xF900:
+            return None                  # keys without a character, of kitty
+        return _char_key(chr(code), held)
+
+
+# ---- how wide is a text? -----------------------------------------------------------
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e"
+                     "\u2066-\u2069\ud800-\udfff]")
+
+
+def clean_text(text: str) -> str:
+    "Without what could steer the terminal or turn the direction of writing."
+    return _UNSAFE.sub("", text.replace("\r\n", "\n").replace("\t", "    "))
+
+
+@functools.lru_cache(4096)
+def _char_width(char: str) -> int:
+    "Columns of one character: 0 for combining ones, 2 for East Asian wide ones."
+    if unicodedata.category(char) in ("Mn", "Me", "Cf", "Cc") \
+            or "\u1160" <= char <= "\u11ff":
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def clusters(text: str) -> list:
+    "[(what stands in one cell or two, its width)]: marks and joiners stay together."
+    if text.isascii():
+        return [(char, 1) for char in text]
+    out: list = []
+    joined = False
+    for char in text:
+        width = _char_width(char)
+        tone = "\U0001f3fb" <= char <= "\U0001f3ff"
+        if out and (width == 0 or joined or tone and out[-1][1] == 2):
+            out[-1] = (out[-1][0] + char, out[-1][1])
+        elif width or char != "\u200d":
+            out.append((char, width))
+        joined = char == "\u200d"
+    return out
+
+
+def text_width(text: str) -> int:
+    return len(text) if text.isascii() else sum(w for _, w in clusters(text))
+
+
+def text_cut(text: str, width: int, mark: str = "…") -> str:
+    "The text in at most `width` columns; `mark` says that something is missing."
+    if text_width(text) <= width:
+        return text
+    room, out = width - len(mark), []
+    for cluster, w in clusters(text):
+        room -= w
+        if room < 0:
+            break
+        out.append(cluster)
+    return "".join(out) + (mark if width >= len(mark) else "")
+
+
+@functools.lru_cache(8192)
+def _wrap_line(text: str, width: int, words: bool) -> tuple:
+    "One line of text in lines of at most `width` columns."
+    if text_width(text) <= width:
+        return (text,)
+    out, line, used, gap = [], [], 0, -1
+    for cluster, w in clusters(text):
+        if used + w > width and cluster == " " and words:
+            gap = len(line)              # the blank falls off the edge
+            continue
+        while line and used + w > width:
+            if words and gap > 0:
+                out.append("".join(line[:gap]).rstrip(" "))
+                line = line[gap:]
+                while line and line[0] == " ":
+                    line.pop(0)
+            else:
+                out.append("".join(line))
+                line = []
+            used, gap = text_width("".join(line)), -1
+        line.append(cluster)
+        used += w
+        if cluster == " ":
+            gap = len(line)
+    return tuple(out + ["".join(line)])
+
+
+def text_wrap(text: str, width: int, words: bool = True) -> list:
+    "Lines of at most `width` columns (2 or more); long words are broken."
+    return [part for line in text.split("\n")
+            for part in _wrap_line(line, max(2, width), words)]
+
+
+# ---- styled lines -----------------------------------------------------------------
+# Style -> (what it adds without colours, the colour): the basic 16 only, so that the
+# terminal's own palette decides how they look.
+_STYLES = {"": ("", ""), "bold": ("1", ""), "dim": ("2", ""), "select": ("7", ""),
+           "accent": ("", "36"), "good": ("", "32"), "warn": ("", "33"),
+           "bad": ("1", "31"), "name": ("1", "36"), "diff": ("4", "33"),
+           "code": ("", "36"), "cursor": ("", ""), "key": ("1", "")}
+
+
+def line_text(line: Line) -> str:
+    return "".join(text for _, text in line).rstrip()
+
+
+def line_width(line: Line) -> int:
+    return sum(text_width(text) for _, text in line)
+
+
+def _line_cut(line: Line, width: int, mark: str = "…") -> Line:
+    if line_width(line) <= width:
+        return line
+    out: Line = []
+    for style, text in line:
+        w = text_width(text)
+        if w > width:
+            out.append((style, text_cut(text, width, mark)))
+            break
+        out.append((style, text))
+        width -= w
+    return out
+
+
+def line_pad(line: Line, width: int) -> Line:
+    "Exactly `width` columns."
+    line = _line_cut(line, width)
+    return line + [("", " " * (width - line_width(line)))]
+
+
+def line_sides(left: Line, right: Line, width: int) -> Line:
+    "Left and right in one line; the right one yields when there is no room."
+    room = width - line_width(left) - line_width(right)
+    if room < 1 or not line_text(right):
+        return _line_cut(left, width)
+    return left + [("", " " * room)] + right
+
+
+def line_columns(left: Sequence[Line], right: Sequence[Line], width: int) -> list:
+    "Two blocks side by side, `width` columns in all."
+    half = (width - 3) // 2
+    return [line_pad(a, half) + [("dim", " │ ")] + _line_cut(b, half)
+            for a, b in itertools.zip_longest(left, right, fillvalue=[])]
+
+
+def bar(share: float, width: int) -> str:
+    "A share of 1 as a bar: 0.5 -> '▰▰▱▱'; never full or empty unless it is."
+    share = min(1.0, max(0.0, share))
+    full = round(share * width)
+    full = min(max(full, 1 if share > 0 else 0), width if share >= 1 else width - 1)
+    return "▰" * full + "▱" * (width - full)
+
+
+def style_depth(env: dict, tty: bool) -> int:
+    "0: plain text, where no terminal or a dumb one is; 1: with NO_COLOR; 2: colours."
+    if not tty or env.get("TERM") == "dumb":
+        return 0
+    return 1 if env.get("NO_COLOR") else 2
+
+
+_ASCII = {ord(a): b for a, b in zip("│─▰▱…·↑↓←→•ᴥ♻›├└●○×≠", "|-#.~.^v<>*w@>|`*oxx")}
+
+
+def line_paint(line: Line, depth: int, unicode: bool = True) -> str:
+    "The line with its styles as escape sequences, as `style_depth` says."
+    out = []
+    for style, text in line:
+        code = ";".join(filter(None, _STYLES[style][:depth]))
+        out.append(f"\x1b[{code}m{text}\x1b[0m" if code and text else text)
+    text = "".join(out)
+    return text if unicode else text.translate(_ASCII).encode(
+        "ascii", "replace").decode()
+
+
+class Painter:
+    "Turns frames into what to write: only lines that changed, in one update."
+
+    def __init__(self, depth: int = 2, unicode: bool = True):
+        self.depth, self.unicode = depth, unicode
+        self._last: Optional[list] = None
+        self._size = (0, 0)
+
+    def forget(self) -> None:
+        "The screen may show anything: paint all."
+        self._last = None
+
+    def paint(self, lines: Sequence[Line], width: int, height: int) -> str:
+        out, cursor = [], ""
+        if self._last is None or self._size != (width, height):
+            out.append("\x1b[0m\x1b[2J")
+            self._last, self._size = [""] * height, (width, height)
+        for row in range(height):
+            # The last column of the last row would scroll some terminals.
+            room = width - (row == height - 1)
+            line = lines[row] if row < len(lines) else []
+            over = text_width(line_text(line)) > room
+            line = _line_cut(line, room, "…" if over else "")
+            at = next((i for i, s in enumerate(line) if s[0] == "cursor"), None)
+            if at is not None:
+                cursor = f"\x1b[{row + 1};{line_width(line[:at]) + 1}H\x1b[?25h"
+            text = line_paint(line, self.depth, self.unicode)
+            if text != self._last[row]:
+                end = "" if line_width(line) == width else "\x1b[K"
+                out.append(f"\x1b[{row + 1};1H{text}{end}")
+                self._last[row] = text
+        shown = "\x1b[?25l" + "".join(out) + cursor
+        return f"\x1b[?2026h{shown}\x1b[?2026l"
+
+
+def fit_lines(lines: Sequence[Line], height: int) -> list:
+    "Exactly `height` lines."
+    return (list(lines) + [[]] * height)[:height]
+
+
+def help_lines(rows: Sequence[tuple], width: int) -> list:
+    "A list of keys as a page."
+    out: list = [[], [("name", "  Keys")], []]
+    for keys, text in rows:
+        if width < 50:
+            out += [[("key", "  " + text_cut(keys, width - 2))],
+                    *([("", "    " + row)] for row in text_wrap(text, width - 4))]
+            continue
+        for i, row in enumerate(text_wrap(text, width - 24)):
+            out.append([("key", f"  {keys:20}" if i == 0 else " " * 22), ("", row)])
+    return out + [[], [("dim", "  any key goes back")]]
+
+
+# ---- a field to type in ------------------------------------------------------------
+_WORD_END = re.compile(r"\s*\S+\s*\Z")
+_WORD_START = re.compile(r"\s*\S+")
+
+
+class Editor(NamedTuple):
+    "Text of several lines and a place in it; every key gives a new one."
+    text: str = ""
+    at: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> "Editor":
+        return cls(text, len(text))
+
+    def typed(self, text: str) -> "Editor":
+        return Editor(self.text[:self.at] + text + self.text[self.at:],
+                      self.at + len(text))
+
+    def _cut(self, start: int, end: int) -> "Editor":
+        return Editor(self.text[:start] + self.text[end:], start)
+
+    def _line(self) -> tuple:
+        "(start, end) of the line the place is in."
+        end = self.text.find("\n", self.at)
+        return self.text.rfind("\n", 0, self.at) + 1, len(self.text) if end < 0 else end
+
+    def _step(self, forward: bool) -> int:
+        "The place one character on or back; marks stay with their letter."
+        if forward:
+            rest = clusters(self.text[self.at:self.at + 40])
+            return self.at + (len(rest[0][0]) if rest else 0)
+        start = max(0, self.at - 40)
+        rest = clusters(self.text[start:self.at])
+        return self.at - (len(rest[-1][0]) if rest else 0)
+
+    def _line_away(self, by: int) -> int:
+        "The same column one line up (-1) or down (1); -1 when there is no such line."
+        start, end = self._line()
+        if by < 0:
+            if start == 0:
+                return -1
+            other, last = self.text.rfind("\n", 0, start - 1) + 1, start - 1
+        else:
+            if end == len(self.text):
+                return -1
+            other, last = end + 1, self.text.find("\n", end + 1)
+            last = len(self.text) if last < 0 else last
+        return min(other + self.at - start, last)
+
+    def key(self, key: Key) -> Optional["Editor"]:
+        "The field after a key; None when the key means nothing here."
+        start, end = self._line()
+        name, at = key.name, self.at
+        if key.text:
+            text = key.text.replace("\r\n", "\n").replace("\r", "\n")
+            return self.typed(clean_text(text))
+        if name in ("alt+enter", "shift+enter", "ctrl+j"):
+            return self.typed("\n")
+        back = _WORD_END.search(self.text[:at])
+        on = _WORD_START.match(self.text, at)
+        word_back = back.start() + (len(back.group()) - len(back.group().lstrip())) \
+            if back else 0
+        word_on = on.end() if on else len(self.text)
+        goes = {"left": self._step(False), "right": self._step(True), "home": start,
+                  "ctrl+a": start, "end": end, "ctrl+e": end, "up": self._line_away(-1),
+                  "down": self._line_away(1), "ctrl+left": word_back,
+                  "alt+b": word_back, "ctrl+right": word_on, "alt+f": word_on}
+        cuts = {"backspace": (self._step(False), at), "delete": (at, self._step(True)),
+                "ctrl+d": (at, self._step(True)), "ctrl+w": (word_back, at),
+                "alt+backspace": (word_back, at), "ctrl+u": (start, at),
+                "ctrl+k": (at, end)}
+        if name in goes:
+            return Editor(self.text, goes[name]) if goes[name] >= 0 else None
+        return self._cut(*cuts[name]) if name in cuts else None
+
+    def lines(self, width: int, most: int, hide: bool = False) -> list:
+        "The field as at most `most` lines around the place; its cursor is a span."
+        text = "•" * len(self.text) if hide else self.text
+        before, after = text[:self.at] + "\0", text[self.at:]
+        rows = text_wrap(before + after, max(2, width - 1), words=False)
+        here = next(i for i, row in enumerate(rows) if "\0" in row)
+        head, _, tail = rows[here].partition("\0")
+        under = clusters(tail)[0][0] if tail else " "
+        spans: list = [[("", row)] for row in rows]
+        spans[here] = [("", head), ("cursor", under), ("", tail[len(under):])]
+        first = min(max(0, here - most + 1), max(0, len(rows) - most))
+        return spans[first:first + most]
+
+
+# ---- the loop ---------------------------------------------------------------------
+class App(NamedTuple):
+    """A screen: three pure functions' worth of it, and one that touches the world.
+
+    `step(state, event)` gives (state, effects); an event is a Key, ("size", columns,
+    rows), ("tick", now) or what `act` posts.  The loop itself knows the effects
+    ("quit", code), ("show", text): plainly on the normal screen, and ("run", function,
+    wait): leave the screen for it, then come back with the event that it returns; all
+    others go to `act(effect, post)`.  `post` may be called from any thread.
+    """
+    frame: Callable              # (state, columns, rows) -> lines
+    step: Callable
+    act: Callable
+    tick_s: float = 0.5
+    wheel: bool = False
+
+
+_FRAME_S, _ESC_S = 0.033, 0.04
+_SIGNALS = {"TERM": 143, "HUP": 129}
+
+
+class _Loop:
+    "One screen being run; the terminal is as before however it ends."
+
+    def __init__(self, app: App, state: Any, edges: Edges):
+        self.app, self.state, self.edges = app, state, edges
+        env = edges.proc.environment()
+        self.inbox: queue.Queue = queue.Queue()
+        self.painter = Painter(style_depth(env, True), edges.term.speaks_unicode())
+        plain = env.get("TERM", "") in ("linux", "dumb", "vt100", "vt220", "ansi")
+        self.on = _ENTER_SCREEN + ("" if plain else _MORE_KEYS) + (
+            _WHEEL_ON if app.wheel else "")
+        self.off = (_WHEEL_OFF if app.wheel else "") + (
+            "" if plain else _PLAIN_KEYS) + _LEAVE_SCREEN
+        self.code: Optional[int] = None
+        self.drawn: Any = None
+        self.drawn_at = self.ticked_at = 0.0
+        self.size = (0, 0)
+        self.console: Any = None
+        self.keys = KeyReader()
+
+    def run(self) -> tuple:
+        try:
+            self.open()
+            while self.code is None:
+                self.turn()
+        except KeyboardInterrupt:
+            self.code = 130
+        except (TokiError, SystemExit):
+            raise
+        except Exception as error:
+            raise TokiError(
+                f"the screen failed: {type(error).__name__}: {error}",
+                "nothing else is harmed; TOKI_DEBUG=1 shows where it was") from error
+        finally:
+            self.close()
+        return self.code, self.state
+
+    def open(self) -> None:
+        self.console = self.edges.term.console()
+        self.console.write(self.on)
+        self.painter.forget()
+        self.drawn = None
+
+    def close(self) -> None:
+        console, self.console = self.console, None
+        if console is not None:
+            try:
+                console.write(self.off)
+            finally:
+                console.close()
+
+    def post(self, event: Any) -> None:
+        "From any thread."
+        self.inbox.put(event)
+        console = self.console
+        if console is not None:
+            console.wake()
+
+    def turn(self) -> None:
+        "Draw, wait for something, apply it."
+        self.draw()
+        now = self.edges.clock.now()
+        wait = max(0.0, self.ticked_at + self.app.tick_s - now)
+        typed = self.keys.feed(self.console.read(wait if self.inbox.empty() else 0))
+        while self.keys.waiting:
+            more = self.console.read(_ESC_S)
+            typed += self.keys.feed(more) if more else self.keys.flush()
+        self.signals()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.apply(self.inbox.get_nowait())
+        for key in typed:
+            if key.name == "ctrl+z":
+                self.pause()
+            else:
+                self.apply(key)
+        if self.edges.clock.now() >= self.ticked_at + self.app.tick_s:
+            self.ticked_at = self.edges.clock.now()
+            self.apply(("tick", self.ticked_at))
+
+    def signals(self) -> None:
+        console = self.console
+        if console.ended == "INT":
+            self.apply(Key("ctrl+c"))
+            console.ended = ""
+        elif console.ended:
+            self.code = _SIGNALS.get(console.ended, 1)
+        if console.paused:
+            self.pause()
+        if console.changed:
+            console.changed = False
+            console.raw()                # the shell may have set its own mode
+            self.painter.forget()
+            self.drawn = None
+
+    def pause(self) -> None:
+        "Ctrl+Z: the shell gets its terminal until it says `fg`."
+        self.console.write(self.off)
+        self.console.cooked()
+        self.console.stop()
+        self.console.raw()
+        self.console.write(self.on)
+        self.painter.forget()
+        self.drawn = None
+
+    def draw(self) -> None:
+        size = self.console.size()
+        if size != self.size:
+            self.size, self.drawn = size, None
+            self.apply(("size", *size))
+        if self.state is self.drawn or self.code is not None:
+            return
+        early = self.drawn_at + _FRAME_S - self.edges.clock.now()
+        if early > 0:
+            self.edges.clock.sleep(early)    # a stream is no reason to paint more often
+        lines = fit_lines(self.app.frame(self.state, *size), size[1])
+        self.console.write(self.painter.paint(lines, *size))
+        self.drawn, self.drawn_at = self.state, self.edges.clock.now()
+
+    def apply(self, event: Any) -> None:
+        if self.code is not None:
+            return
+        self.state, effects = self.app.step(self.state, event)
+        for effect in effects:
+            if effect[0] == "quit":
+                self.code = effect[1]
+            elif effect[0] == "show":
+                self.away(lambda text=effect[1]: self.edges.term.out(text), True)
+            elif effect[0] == "run":
+                self.away(*effect[1:])
+            else:
+                self.app.act(effect, self.post)
+
+    def away(self, function: Callable, wait: bool) -> None:
+        "Something that needs the normal screen; its trouble becomes an event."
+        self.close()
+        event = None
+        try:
+            event = function()
+        except TokiError as error:
+            event = ("trouble", error.message, error.hint)
+            self.edges.term.err(f"toki: {error.message}\n  try: {error.hint}")
+        except KeyboardInterrupt:
+            event = ("trouble", "interrupted", "")
+        with contextlib.suppress(KeyboardInterrupt):
+            if wait:
+                self.edges.term.wait("\n[Enter: back to toki] ")
+        self.open()
+        if event is not None:
+            self.post(event)
+
+
+def run_screen(app: App, state: Any, edges: Edges) -> tuple:
+    """Run a screen until it quits: (exit code, last state).
+
+    Raises TokiError for an exception in `frame` or `step`, the terminal restored.
+    """
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())    # or warnings land in the picture
+    return _Loop(app, state, edges).run()
+
+
+# ============================================================================
+# 0. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+#    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
+#    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
+#    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
+# ============================================================================
+MODES = ("raw", "cached", "compare")
+_HISTORY_KEPT = 200
+
+
+class CacheLine(NamedTuple):
+    "What one reply cost, from its `cache` object; `total_ms` is measured here."
+    mode: str
+    prompt: int
+    reused: int
+    computed: int
+    ttft_ms: Optional[float]
+    total_ms: float
+    source: str
+    why: str = ""
+
+
+def read_cache(cache: dict, total_ms: float) -> CacheLine:
+    "The `cache` object of a reply, and how long the whole turn took."
+    return CacheLine(cache.get("mode", "cached"), cache.get("prompt_tokens") or 0,
+                     cache.get("reused_tokens") or 0, cache.get("computed_tokens") or 0,
+                     cache.get("ttft_ms"), total_ms, cache.get("source", "none"),
+                     cache.get("why", ""))
+
+
+def cache_text(c: CacheLine) -> str:
+    "The cache line of a reply, for people."
+    source = "" if c.source == "none" else f" · from {c.source}"
+    return (f"{c.mode} · {fmt_n(c.prompt)} tokens in · {fmt_n(c.reused)} reused · "
+            f"{fmt_n(c.computed)} computed · first token {fmt_ms(c.ttft_ms)} · "
+            f"turn {fmt_ms(c.total_ms)}{source}")
+
+
+class Reply(NamedTuple):
+    mode: str
+    text: str = ""
+    thoughts: str = ""
+    state: str = "waiting"       # prefill, streaming, done, stopped, failed
+    done: int = 0                # prompt tokens ready, of `total`
+    total: int = 0
+    cost: Optional[CacheLine] = None
+    trouble: str = ""
+
+
+class ChatTurn(NamedTuple):
+    prompt: str
+    replies: tuple               # one, or (raw, cached) to be compared
+
+    def reply(self) -> Reply:
+        "The one that the conversation goes on with."
+        return self.replies[-1]
+
+
+class Chat(NamedTuple):
+    "Everything the chat shows; `top` is the first line shown, None: the end."
+    mode: str = "cached"
+    turns: tuple = ()
+    field: Editor = Editor()
+    system: str = ""
+    typing: str = "prompt"       # | "system"
+    draft: str = ""              # the prompt while the system text is edited
+    top: Optional[int] = None
+    busy: bool = False
+    seq: int = 0                 # of the ask that runs; events of earlier ones are late
+    began: float = 0.0
+    now: float = 0.0
+    model: str = ""
+    n_ctx: int = 0
+    trouble: str = ""
+    note: str = ""
+    help: bool = False
+    past: tuple = ()             # prompts sent, oldest first
+    recall: int = 0              # how far back Up has gone
+    width: int = 80
+    height: int = 24
+
+
+# ---- how two replies differ --------------------------------------------------------
+class Difference(NamedTuple):
+    kind: str                    # one of DIVERGENCES
+    at_char: int                 # first difference, -1: none
+    at_word: int                 # counted from 1; 0: none
+
+
+@functools.lru_cache(64)
+def word_diff(a: str, b: str) -> tuple:
+    "Both texts as tuples of (differs?, piece) by words and blanks."
+    left, right = re.findall(r"\s+|\S+", a), re.findall(r"\s+|\S+", b)
+    if max(len(left), len(right)) > 6000:    # alike at both ends is all that is shown
+        same = next((i for i, (x, y) in enumerate(zip(left, right)) if x != y),
+                    min(len(left), len(right)))
+        codes: list = [("equal", 0, same, 0, same),
+                       ("replace", same, len(left), same, len(right))]
+    else:
+        codes = difflib.SequenceMatcher(None, left, right, False).get_opcodes()
+    sides: tuple = ([], [])
+    for tag, i, j, k, m in codes:
+        for side, words in zip(sides, (left[i:j], right[k:m])):
+            if words:
+                side.append((tag != "equal", "".join(words)))
+    return tuple(sides[0]), tuple(sides[1])
+
+
+@functools.lru_cache(64)
+def compare_replies(a: str, b: str) -> Difference:
+    "Class of divergence and where two texts part."
+    if a == b:
+        return Difference("identical", -1, 0)
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return Difference(divergence(a, b), at, len(a[:at].split()) + (
+        0 if at and not a[at - 1:at].isspace() else 1))
+
+
+def _difference_text(d: Difference) -> str:
+    where = f", first difference at word {d.at_word}" if d.at_char >= 0 else ""
+    return d.kind + where
+
+
+# ---- the frame --------------------------------------------------------------------
+def _styled_wrap(pieces: Sequence[tuple], width: int) -> list:
+    "Pieces of (style, text) wrapped together; styles survive the line breaks."
+    text = "".join(piece for _, piece in pieces)
+    styles = [style for style, piece in pieces for _ in piece]
+    at, out = 0, []
+    for row in text_wrap(text, width):
+        at = text.index(row, at) if row else at
+        line: Line = []
+        for style, run in itertools.groupby(range(at, at + len(row)),
+                                            styles.__getitem__):
+            line.append((style, "".join(text[i] for i in run)))
+        at += len(row)
+        out.append(line)
+    return out
+
+
+@functools.lru_cache(512)
+def _body(text: str, width: int) -> tuple:
+    "A reply as lines: code between fences is not wrapped by words, headings are bold."
+    out: list = []
+    code = False
+    for line in text.strip("\n").split("\n"):
+        fence = line.lstrip().startswith("```")
+        code = code != fence
+        style = "dim" if fence else "code" if code else \
+            "bold" if re.match(r"#{1,4} ", line) else ""
+        out += [[(style, row)] for row in text_wrap(line, width, words=not code)]
+    return tuple(out)
+
+
+def _cost_lines(reply: Reply, width: int) -> list:
+    c = reply.cost
+    if c is None:
+        return []
+    share = c.reused / c.prompt if c.prompt else 0.0
+    lines = [[("dim", row)] for row in text_wrap(cache_text(c), width)]
+    if width >= 40:
+        lines.insert(0, [("good" if c.reused else "dim", bar(share, 16)),
+                         ("dim", f" {share:.0%} of the prompt reused"
+                          if c.reused else " nothing reused")])
+    return lines
+
+
+def _state_line(reply: Reply, seconds: float, width: int) -> list:
+    "What a reply that is not complete waits for, or why it is not."
+    if reply.state == "failed":
+        return [[("bad", row)] for row in text_wrap(reply.trouble, width)]
+    if reply.state == "stopped":
+        return [[("warn", "stopped")]]
+    if reply.state == "prefill" and reply.total:
+        return [[("accent", bar(reply.done / reply.total, 16)), ("dim", text_cut(
+            f" {fmt_n(reply.done)} of {fmt_n(reply.total)} tokens read",
+            max(0, width - 16)))]]
+    if reply.state in ("waiting", "prefill"):
+        return [[("dim", text_cut(f"waiting, {fmt_age(seconds)}", width))]]
+    return []
+
+
+def _reply_lines(reply: Reply, width: int, seconds: float,
+                 pieces: Optional[tuple] = None) -> list:
+    out: list = []
+    if reply.thoughts and not reply.text:
+        out += [[("dim", row)] for row in text_wrap(reply.thoughts.strip(), width)[-6:]]
+    elif reply.thoughts:
+        out.append([("dim", text_cut(f"thought for {len(reply.thoughts.split())} words",
+                                width))])
+    if pieces is not None:
+        out += _styled_wrap([("diff" if d else "", t) for d, t in pieces], width)
+    elif reply.text:
+        out += _body(reply.text, width)
+    return out + _state_line(reply, seconds, width) + _cost_lines(reply, width)
+
+
+@functools.lru_cache(256)
+def _turn_lines(turn: ChatTurn, width: int, seconds: float) -> tuple:
+    "One turn as lines; a finished one is made once for each width."
+    room = max(2, width - 7)
+    out: list = [[("name", "  you  " if i == 0 else " " * 7), ("bold", row)]
+                 for i, row in enumerate(text_wrap(turn.prompt, room))] + [[]]
+    if len(turn.replies) == 1:
+        rows = _reply_lines(turn.reply(), room, seconds) or [[]]
+        out += [[("accent", " toki  " if i == 0 else " " * 7)] + row
+                for i, row in enumerate(rows)]
+        return tuple(out + [[]])
+    raw, cached = turn.replies
+    both = raw.state == cached.state == "done"
+    diff = word_diff(raw.text, cached.text) if both else (None, None)
+    half = (width - 5) // 2 if width >= 64 else width - 2
+    blocks = [[[("accent", r.mode)]] + _reply_lines(r, half, seconds, pieces)
+              for r, pieces in zip(turn.replies, diff)]
+    rows = line_columns(*blocks, width - 2) if width >= 64 else \
+        blocks[0] + [[]] + blocks[1]
+    out += [[("", "  ")] + row for row in rows]
+    if both:
+        d = compare_replies(raw.text, cached.text)
+        style = "bad" if d.kind == "substantive" else "good"
+        out += [[], [("", "  "), (style, text_cut(_difference_text(d), width - 2))]]
+    return tuple(out + [[]])
+
+
+def _waited(chat: Chat) -> float:
+    return max(0.0, chat.now - chat.began) if chat.busy else 0.0
+
+
+def _transcript(chat: Chat, width: int) -> list:
+    out: list = []
+    for i, turn in enumerate(chat.turns):
+        running = chat.busy and i == len(chat.turns) - 1
+        out += _turn_lines(turn, width, int(_waited(chat)) if running else 0)
+    return out
+
+
+def _field_lines(chat: Chat, width: int, height: int) -> list:
+    lead = " › " if chat.typing == "prompt" else " system › "
+    most = max(1, min(6, height // 3, height - 5))
+    lines = chat.field.lines(width - len(lead) - 1, most)
+    return [[("name", lead if i == 0 else " " * len(lead))] + line
+            for i, line in enumerate(lines)]
+
+
+def _room(chat: Chat, width: int, height: int) -> int:
+    "Rows for the conversation."
+    return max(1, height - 4 - len(_field_lines(chat, width, height)))
+
+
+def _chat_head(chat: Chat, width: int) -> Line:
+    tabs: Line = []
+    for i, mode in enumerate(MODES):
+        tabs += [("select" if mode == chat.mode else "dim", f" {mode} "), ("", " ")]
+    name = chat.model or "no model"
+    room = f" · {fmt_n(chat.n_ctx)} tokens" if chat.n_ctx else ""
+    left = [("name", " toki "), ("", text_cut(name, max(8, width - 46)))]
+    wide = left + [("dim", room)]
+    return line_sides(wide if line_width(wide) + 24 < width else left, tabs, width)
+
+
+def _chat_foot(chat: Chat, width: int) -> Line:
+    if chat.trouble or chat.note:
+        return [("", " "), ("bad" if chat.trouble else "good",
+                            text_cut(chat.trouble or chat.note, width - 2))]
+    keys = "Enter keep · Esc back" if chat.typing == "system" else \
+        "Esc stop" if chat.busy else \
+        "Enter send · Alt+Enter line · F1-F3 mode · F4 copy · F5 system · F9 help"
+    more = "" if chat.top is None else "PgDn: more "
+    room = width - 2 - len(more)
+    return line_sides([("dim", " " + text_cut(keys, room))], [("accent", more)], width)
+
+
+_CHAT_KEYS = (
+    ("Enter", "send"), ("Alt+Enter, Ctrl+J", "a new line"),
+    ("F1 F2 F3", "raw, cached, compare; also Alt+1 to 3, and Ctrl+1 to 3 where the "
+     "terminal tells them"),
+    ("Esc, Ctrl+C", "stop the reply"), ("F6, Ctrl+R", "ask the last prompt again"),
+    ("F5, Ctrl+T", "edit the system prompt"),
+    ("F4, Ctrl+Y", "the last reply as plain text, to be copied"),
+    ("Up, Down", "earlier prompts"), ("PgUp, PgDn", "scroll; Ctrl+Home, Ctrl+End"),
+    ("F8, Ctrl+N", "a new conversation"), ("F9", "this help"),
+    ("Ctrl+Q, Ctrl+C", "leave"))
+
+
+def chat_frame(chat: Chat, width: int, height: int) -> list:
+    "The whole screen as lines; no more than `height`, none wider than `width`."
+    if chat.help:
+        return help_lines(_CHAT_KEYS, width)[:height]
+    if height < 6 or width < 20:
+        return (_transcript(chat, max(12, width))[-max(0, height - 1):]
+                + _field_lines(chat, max(12, width), 3))[-height:]
+    room = _room(chat, width, height)
+    lines = _transcript(chat, width)
+    if not lines:
+        text = "  Ask something.  F3 asks twice, raw and cached, and shows both."
+        lines = [[], [("dim", text_cut(text, width))]]
+    last = max(0, len(lines) - room)
+    top = last if chat.top is None else min(chat.top, last)
+    rule = [("dim", "─" * width)]
+    return [_chat_head(chat, width), rule, *fit_lines(lines[top:], room), rule,
+            *_field_lines(chat, width, height), _chat_foot(chat, width)]
+
+
+# ---- the step ----------------------------------------------------------------------
+def _chat_messages(chat: Chat, turns: Sequence[ChatTurn]) -> list:
+    out = [{"role": "system", "content": chat.system}] if chat.system else []
+    for turn in turns:
+        if turn.reply().text:
+            out += [{"role": "user", "content": turn.prompt},
+                    {"role": "assistant", "content": turn.reply().text}]
+    return out
+
+
+def _send(chat: Chat, prompt: str, turns: tuple) -> tuple:
+    "Ask `prompt` behind `turns`."
+    modes = ("raw", "cached") if chat.mode == "compare" else (chat.mode,)
+    turn = ChatTurn(prompt, tuple(Reply(mode) for mode in modes))
+    messages = _chat_messages(chat, turns) + [{"role": "user", "content": prompt}]
+    past = chat.past if chat.past[-1:] == (prompt,) else (*chat.past, prompt)
+    past = past[-_HISTORY_KEPT:]
+    chat = chat._replace(turns=(*turns, turn), field=Editor(), top=None, busy=True,
+                         seq=chat.seq + 1, began=chat.now, past=past, recall=0,
+                         trouble="", note="")
+    return chat, [("ask", chat.seq, modes, messages), ("remember", past)]
+
+
+def _change_reply(chat: Chat, index: int, **changes: Any) -> Chat:
+    turn = chat.turns[-1]
+    replies = list(turn.replies)
+    replies[index] = replies[index]._replace(**changes)
+    return chat._replace(turns=(*chat.turns[:-1], turn._replace(
+        replies=tuple(replies))))
+
+
+def _ended(chat: Chat) -> Chat:
+    "Nothing more comes; what is not complete stays so."
+    for i, reply in enumerate(chat.turns[-1].replies):
+        if reply.state not in ("done", "failed"):
+            chat = _change_reply(chat, i, state="stopped")
+    return chat._replace(busy=False, seq=chat.seq + 1)
+
+
+def _scroll(chat: Chat, by: int) -> Chat:
+    room = _room(chat, chat.width, chat.height)
+    last = max(0, len(_transcript(chat, chat.width)) - room)
+    top = (last if chat.top is None else min(chat.top, last)) + by
+    return chat._replace(top=None if top >= last else max(0, top))
+
+
+def _recall(chat: Chat, by: int) -> Chat:
+    "Earlier prompts by Up, later ones by Down."
+    at = min(max(0, chat.recall + by), len(chat.past))
+    if at == chat.recall:
+        return chat
+    draft = chat.field.text if chat.recall == 0 else chat.draft
+    text = chat.past[-at] if at else draft
+    return chat._replace(recall=at, field=Editor.of(text), draft=draft)
+
+
+_MODE_KEYS = {f"{held}{i + 1}": mode for i, mode in enumerate(MODES)
+              for held in ("f", "alt+", "ctrl+")}
+
+
+def _system_key(chat: Chat, key: Key) -> tuple:
+    "While the system prompt is edited."
+    if key.name in ("enter", "esc", "f5", "ctrl+t", "ctrl+c"):
+        keep = key.name != "esc" and key.name != "ctrl+c"
+        return chat._replace(
+            typing="prompt", field=Editor.of(chat.draft), draft="",
+            system=chat.field.text.strip() if keep else chat.system,
+            note="system prompt kept" if keep else ""), []
+    return chat._replace(field=chat.field.key(key) or chat.field), []
+
+
+def _prompt_key(chat: Chat, key: Key) -> tuple:
+    name = key.name
+    if name == "enter":
+        prompt = chat.field.text.strip("\n")
+        if chat.busy or not prompt.strip():
+            return chat, []
+        return _send(chat, prompt, chat.turns)
+    if name in ("f6", "ctrl+r") and chat.turns and not chat.busy:
+        return _send(chat, chat.turns[-1].prompt, chat.turns[:-1])
+    if name in ("esc", "ctrl+c") and chat.busy:
+        return _ended(chat), [("stop",)]
+    if name in ("ctrl+c", "ctrl+q"):
+        return chat, [*([("stop",)] if chat.busy else []),
+                      ("quit", 130 if name == "ctrl+c" else 0)]
+    if name in ("f4", "ctrl+y") and chat.turns:
+        return chat, [("show", chat.turns[-1].reply().text)]
+    if name in ("f8", "ctrl+n") and not chat.busy:
+        return chat._replace(turns=(), top=None, note="a new conversation"), [("new",)]
+    if name in ("f5", "ctrl+t"):
+        return chat._replace(typing="system", draft=chat.field.text, recall=0,
+                             field=Editor.of(chat.system)), []
+    if name == "f9":
+        return chat._replace(help=True), []
+    if name in _MODE_KEYS and not chat.busy:
+        return chat._replace(mode=_MODE_KEYS[name]), []
+    page = _room(chat, chat.width, chat.height) - 1
+    moves = {"pageup": -page, "pagedown": page, "wheelup": -3, "wheeldown": 3,
+             "ctrl+home": -10 ** 9, "ctrl+end": 10 ** 9, "shift+up": -1,
+             "shift+down": 1}
+    if name in moves:
+        return _scroll(chat, moves[name]), []
+    field = chat.field.key(key)
+    if field is None:
+        return _recall(chat, {"up": 1, "down": -1}.get(name, 0)), []
+    return chat._replace(field=field), []
+
+
+def _reply_event(chat: Chat, event: tuple) -> Chat:
+    "What the ask that runs tells: (name, seq, index, ...)."
+    name, seq, index = event[:3]
+    if seq != chat.seq:
+        return chat
+    reply = chat.turns[-1].replies[index]
+    if name == "text":
+        return _change_reply(chat, index, text=reply.text + event[3], state="streaming")
+    if name == "thought":
+        return _change_reply(chat, index, thoughts=reply.thoughts + event[3],
+                             state="streaming")
+    if name == "read":
+        return _change_reply(chat, index, state="prefill", done=event[3],
+                             total=event[4])
+    if name == "done":
+        return _change_reply(chat, index, state="done", cost=event[3])
+    return _change_reply(chat, index, state="failed", trouble=event[3])
+
+
+def chat_step(chat: Chat, event: Any) -> tuple:
+    "(the chat after a key or event, what is to be done in the world)."
+    if isinstance(event, Key):
+        if chat.help:
+            return chat._replace(help=False), []
+        chat = chat._replace(note="", trouble="")
+        if event.name == "wheelup" or event.name == "wheeldown":
+            return _prompt_key(chat, event)
+        return (_system_key if chat.typing == "system" else _prompt_key)(chat, event)
+    name = event[0]
+    if name == "size":
+        return chat._replace(width=event[1], height=event[2]), []
+    if name == "tick":
+        idle = not chat.busy and chat.now
+        return chat if idle else chat._replace(now=event[1]), []
+    if name == "info":
+        return chat._replace(model=event[1], n_ctx=event[2]), []
+    if name == "trouble":
+        return chat._replace(trouble=event[1]), []
+    if name == "all":
+        return _ended(chat) if event[1] == chat.seq else chat, []
+    return _reply_event(chat, event), []
+
+
+# ---- the wire ---------------------------------------------------------------------
+class Answer(NamedTuple):
+    text: str
+    thoughts: str
+    cost: CacheLine
+
+
+class _Left(Exception):
+    "Whoever asked does not want the rest."
+
+
+class ChatWire:
+    "Asks a toki, here or elsewhere, by its public routes alone."
+
+    def __init__(self, url: str, token: str, edges: Edges, options: dict):
+        self.engine = Engine(url, token, edges)
+        self.edges, self.options = edges, options
+        self.conversation = secrets.token_hex(8)
+
+    def info(self) -> tuple:
+        "(model, tokens of context); raises EngineGone when nobody answers."
+        model = self.engine.json("GET", "/v1/models", timeout=10)["data"][0]
+        return str(model["id"]), int(model.get("context_length") or 0)
+
+    def ask(self, messages: list, mode: str, tell: Callable = lambda *_: None,
+            stopped: Callable = lambda: False, **options: Any) -> Answer:
+        """One streamed reply.  `tell("text" | "thought" | "read", ...)` as it comes;
+        raises TokiError as the daemon words it, _Left once `stopped()`."""
+        def tick() -> None:
+            if stopped():
+                raise _Left
+        body = {"messages": messages, "stream": True, "return_progress": True,
+                "prompt_cache_key": f"{self.conversation}-{mode}",
+                "toki": {"mode": mode}, **self.options, **options}
+        began, text, thoughts, cache = self.edges.clock.now(), [], [], {}
+        up = self.engine.open("/v1/chat/completions", json.dumps(body).encode())
+        with contextlib.closing(up.events(tick)) as events:
+            for event in events:
+                tick()
+                cache = event.get("cache") or cache
+                read = event.get("prompt_progress")
+                if read:
+                    tell("read", read.get("processed", 0), read.get("total", 0))
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    for name, into, piece in (
+                            ("text", text, delta.get("content")),
+                            ("thought", thoughts, delta.get("reasoning_content"))):
+                        if piece:
+                            into.append(clean_text(piece))
+                            tell(name, into[-1])
+        total = (self.edges.clock.now() - began) * 1000
+        return Answer("".join(text), "".join(thoughts),
+                      read_cache(dict(cache, mode=mode), total))
+
+    def ask_both(self, messages: list, tell: Callable = lambda *_: None,
+                 stopped: Callable = lambda: False) -> tuple:
+        """(raw, cached), both at temperature 0.  Cached is asked first: it cannot
+        profit from what the raw ask computes, and raw reuses nothing anyway."""
+        cached = self.ask(messages, "cached", lambda *e: tell(1, *e), stopped,
+                          temperature=0)
+        tell(1, "done", cached.cost)
+        raw = self.ask(messages, "raw", lambda *e: tell(0, *e), stopped, temperature=0)
+        tell(0, "done", raw.cost)
+        return raw, cached
+
+
+class _ChatWorld:
+    "Does what `chat_step` wants done; asks run in a thread of their own."
+
+    def __init__(self, wire: ChatWire, history: str, edges: Edges):
+        self.wire, self.history, self.edges = wire, history, edges
+        self.running = 0                 # the ask whose events are wanted
+
+    def act(self, effect: tuple, post: Callable) -> None:
+        name = effect[0]
+        if name == "ask":
+            self.running = effect[1]
+            threading.Thread(target=self._ask, args=(*effect[1:], post),
+                             daemon=True).start()
+        elif name == "stop":
+            self.running = 0
+        elif name == "new":
+            self.wire.conversation = secrets.token_hex(8)
+        elif name == "info":
+            threading.Thread(target=self._info, args=(post,), daemon=True).start()
+        elif name == "remember" and self.history:
+            with contextlib.suppress(OSError):
+                self.edges.disk.write(self.history, json.dumps(effect[1]).encode())
+
+    def _info(self, post: Callable) -> None:
+        try:
+            post(("info", *self.wire.info()))
+        except EngineGone:
+            post(("trouble", f"nothing answers at {self.wire.engine.url}; "
+                  "try `toki up`"))
+        except (TokiError, LookupError, TypeError, ValueError) as error:
+            post(("trouble", f"{error}; try `toki up`"))
+
+    def _ask(self, seq: int, modes: tuple, messages: list, post: Callable) -> None:
+        index = 0
+
+        def tell(at: int, name: str, *rest: Any) -> None:
+            nonlocal index
+            index = 0 if (at, name) == (1, "done") and len(modes) > 1 else at
+            post((name, seq, at, *rest))
+
+        def stopped() -> bool:
+            return self.running != seq
+        index = len(modes) - 1
+        try:
+            if len(modes) > 1:
+                self.wire.ask_both(messages, tell, stopped)
+            else:
+                answer = self.wire.ask(messages, modes[0], lambda *e: tell(0, *e),
+                                       stopped)
+                tell(0, "done", answer.cost)
+        except _Left:
+            return
+        except TokiError as error:
+            hint = f" (try: {error.hint})" if error.hint else ""
+            post(("failed", seq, index, clean_text(error.message + hint)))
+        except Exception as error:       # the thread's top: the screen must hear of it
+            post(("failed", seq, index, f"{type(error).__name__}: {error}"))
+        post(("all", seq))
+
+
+def _read_history(path: str, edges: Edges) -> tuple:
+    with contextlib.suppress(ValueError):
+        kept = json.loads(edges.disk.read_text(path) or "[]") if path else []
+        if isinstance(kept, list):
+            return tuple(str(p) for p in kept[-_HISTORY_KEPT:])
+    return ()
+
+
+def run_chat(wire: ChatWire, edges: Edges, *, mode: str = "cached", system: str = "",
+             history: str = "", wheel: bool = False) -> int:
+    """The chat on the terminal until it is left; the exit code.
+
+    `history`: the file that keeps what was asked, '' for none.
+    """
+    world = _ChatWorld(wire, history, edges)
+    chat = Chat(mode=mode, system=system, past=_read_history(history, edges))
+
+    def step(state: Chat, event: Any) -> tuple:
+        state, effects = chat_step(state, event)
+        first = event[0] == "size" and not state.model
+        return state, effects + [("info",)] if first else effects
+    try:
+        return run_screen(App(lambda *a: chat_frame(*a), step, world.act, 0.5, wheel),
+                          chat, edges)[0]
+    finally:
+        world.running = 0
+
+
+def chat_lines(wire: ChatWire, edges: Edges, mode: str, system: str) -> int:
+    """Without a terminal: each line of the input is a prompt; replies to the output,
+    cache lines to the error output."""
+    turns: list = []
+    for line in edges.term.lines():
+        prompt = line.rstrip("\r\n")
+        if not prompt.strip():
+            continue
+        messages = _chat_messages(Chat(system=system), turns) + [
+            {"role": "user", "content": prompt}]
+        if mode == "compare":
+            raw, cached = wire.ask_both(messages)
+            for name, answer in (("raw", raw), ("cached", cached)):
+                edges.term.out(f"[{name}]\n{answer.text}")
+                edges.term.err(cache_text(answer.cost))
+            difference = compare_replies(raw.text, cached.text)
+            edges.term.out(f"[{_difference_text(difference)}]")
+        else:
+            cached = wire.ask(messages, mode, lambda name, *rest: edges.term.write(
+                rest[0]) if name == "text" else None)
+            edges.term.out()
+            edges.term.err(cache_text(cached.cost))
+        turns.append(ChatTurn(prompt, (Reply(mode, cached.text, state="done"),)))
+    return 0
+
+
+def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
+    "Two answers side by side, as `toki diff` shows them on a terminal."
+    replies = tuple(Reply(a.cost.mode, a.text, a.thoughts, "done", cost=a.cost)
+                    for a in (raw, cached))
+    return list(_turn_lines(ChatTurn("", replies), max(40, width), 0))[2:-1]
+
+
+# ============================================================================
+# 0. TOP - what runs, what is held and what each ask cost, live.
+#    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
+# ============================================================================
+class Top(NamedTuple):
+    "The last state document, and how it is looked at."
+    state: Optional[dict] = None
+    trouble: str = ""
+    at: float = 0.0              # wall clock of `state`
+    held: bool = False           # the picture stands still
+    scroll: int = 0
+    help: bool = False
+
+
+_TOP_KEYS = (("Up, Down", "scroll through the asks"),
+             ("Space", "hold the picture still"),
+             ("?", "this help"), ("q, Esc, Ctrl+C", "leave"))
+
+
+def _top_head(top: Top, width: int) -> list:
+    "Engine, model, state; then what went wrong, if anything did."
+    if top.state is None:
+        text = top.trouble or "asking the daemon"
+        style = "bad" if top.trouble else "dim"
+        return [[("name", " toki")], [],
+                *([(style, " " + row)] for row in text_wrap(text, width - 2))]
+    s, e = top.state, top.state["engine"]
+    good = e["state"] == "ready"
+    left = [("name", " toki "), ("", text_cut(str(e.get("model") or "no model"),
+                                         max(10, width - 36)))]
+    facts = f" · {e['n_slots']} slots of {fmt_n(e['n_ctx'])} · {e['kind']}" \
+        if e.get("model") else ""
+    right = [("good" if good else "warn", f"{e['state']} "),
+             ("dim", f"{fmt_age(top.at - s['started'])} ")]
+    wide = left + [("dim", facts)]
+    room = line_width(wide) + line_width(right) < width
+    lines = [line_sides(wide if room else left, right, width)]
+    shared = "shared with others: asks go without a slot" if e["shared"] else ""
+    for words in (top.trouble, e["trouble"], shared):
+        if words:
+            lines.append([("bad", " " + text_cut(str(words), width - 2))])
+    return lines
+
+
+def _top_sums(state: dict, width: int) -> list:
+    "Reuse, savings and counts."
+    c, rate = state["counters"], state["rates"]["prefill_ms_per_token"]
+    share = c["reused_tokens"] / c["prompt_tokens"] if c["prompt_tokens"] else 0.0
+    saved = "" if rate is None else f"saved ~{fmt_ms(c['reused_tokens'] * rate)} "
+    lines = [line_sides(
+        [("bold", " reused  "), ("good", bar(share, 20 if width >= 70 else 8)),
+         ("bold", f" {share:.1%}"),
+         ("dim", f"  {fmt_n(c['reused_tokens'])} of "
+                 f"{fmt_n(c['prompt_tokens'])} tokens")],
+        [("good", saved)], width)]
+    expected = c["expected_tokens"]
+    proven = "" if not expected else \
+        f"  {c['reused_tokens'] / expected:.1%} of what was expected"
+    lines.append([("bold", " asks    "), ("", fmt_n(c["asks"])), (
+        "dim", f"  {fmt_n(c['hits'])} hits · {fmt_n(c['soft_hits'])} soft · "
+        f"{fmt_n(c['misses'])} misses{proven}")])
+    lines.append([("bold", " now     "), ("", f"{state['open']} open"), (
+        "dim", f"  {state['waiting']} waiting · {fmt_n(c['cancelled'])} cancelled · "
+        f"{fmt_n(c['failed'])} failed")])
+    if saved and line_width(lines[0]) + len(saved) > width and width < 70:
+        lines.append([("bold", " saved   "), ("good", saved[6:].strip())])
+    return lines
+
+
+def _top_slots(state: dict, width: int) -> list:
+    n_ctx = state["engine"].get("n_ctx") or 1
+    wide = 16 if width >= 70 else 6
+    lines: list = [[("accent", " slots")]]
+    for s in state["slots"]:
+        what = "busy" if s["busy"] else "idle"
+        since = "" if s["busy"] or s["idle_s"] is None else fmt_age(s["idle_s"])
+        lines.append([
+            ("", f" {s['slot']:>3}  "),
+            ("warn" if s["busy"] else "good", bar(s["tokens"] / n_ctx, wide)),
+            ("", f" {fmt_n(s['tokens']):>7}  "),
+            ("warn" if s["busy"] else "dim", f"{what}  "),
+            ("", f"{s['class'] or '-':8}"),
+            ("dim", f" {s['uses']:>3} use{'s' if s['uses'] != 1 else ' '}  {since}")])
+    return lines
+
+
+def _names(holders: Sequence[str], most: int = 4) -> str:
+    more = len(holders) - most
+    return ", ".join(holders[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _forest_lines(runs: Sequence[dict], lead: str = "   ") -> list:
+    "Each run of tokens once; what goes on behind it stands below, a step to the right."
+    out: list = []
+    for i, run in enumerate(sorted(runs, key=lambda r: -r["tokens"])):
+        last = i == len(runs) - 1
+        mark = "" if lead == "   " else "└ " if last else "├ "
+        names = _names(run["holders"])
+        out.append([("dim", lead + mark), ("", fmt_n(run["tokens"])),
+                    ("dim", " tokens shared" if run["children"] else " tokens"),
+                    ("", f"  {names}" if names else "")])
+        deeper = lead + ("  " if lead == "   " or last else "│ ")
+        out += _forest_lines(run["children"], deeper)
+    return out
+
+
+def _shared(runs: Sequence[dict]) -> bool:
+    return any(r["children"] or len(r["holders"]) > 1 for r in runs)
+
+
+def _top_shelf(state: dict, width: int) -> list:
+    shelf, c = state["shelf"], state["counters"]
+    if not shelf["on"]:
+        return [[("accent", " shelf"), ("dim", "  off" + (
+            f": {shelf['trouble']}" if shelf["trouble"] else ""))]]
+    share = shelf["disk"] / shelf["budget"] if shelf["budget"] else 0.0
+    line = [("accent", " shelf"), ("", f"  {len(shelf['snapshots'])} snapshots  "),
+            ("good", bar(share, 8) if width >= 70 else ""),
+            ("dim", f" {fmt_bytes(shelf['disk'])} of {fmt_bytes(shelf['budget'])}")]
+    moves = f" · {c['saves']} saves · {c['restores']} restores · {c['forks']} forks"
+    return [line + [("dim", moves)] if line_width(line) + len(moves) < width else line]
+
+
+_KIND_STYLES = {"hit": "good", "soft_hit": "warn", "miss": "dim"}
+
+
+def _top_ask(row: dict, width: int) -> Line:
+    "One ask: number, class, verdict, tokens, times, and why as far as there is room."
+    kind = str(row.get("kind") or row.get("status"))
+    source = "" if row.get("source") in (None, "none") else str(row["source"])
+    if row.get("mode") == "raw":
+        source = "raw"
+    reused, prompt = row.get("reused_tokens"), row.get("prompt_tokens")
+    tokens = "-" if prompt is None else f"{fmt_n(reused or 0)}/{fmt_n(prompt)}"
+    first = [("", f" {row['ask']:>4}  "),
+             (_KIND_STYLES.get(kind, "bad"), f"{kind.replace('_', ' '):9}")]
+    if width < 60:
+        return first + [("", f"{tokens:>13} "), ("dim", source)]
+    return first + [("", f"{source:9}{tokens:>14}"),
+                    ("dim", f" {fmt_ms(row.get('ttft_ms')):>9} "
+                     f"{fmt_ms(row.get('total_ms')):>9}  {row.get('why') or ''}")]
+
+
+def _top_asks(state: dict, width: int) -> list:
+    head = "   ask  verdict     reused/of  from" if width < 60 else \
+        "   ask  verdict  from         reused/of     first      turn  why"
+    return [[("accent", text_cut(head, width))]] + [
+        _top_ask(row, width) for row in reversed(state["recent"])]
+
+
+def top_frame(top: Top, width: int, height: int) -> list:
+    "The whole screen as lines, at most `height`; the asks take what is left."
+    if top.help:
+        return help_lines(_TOP_KEYS, width)[:height]
+    lines = _top_head(top, width)
+    if top.state is not None:
+        state = top.state
+        small = height < 20
+        blocks = [_top_sums(state, width), _top_slots(state, width)]
+        if _shared(state.get("forest") or ()):
+            rows = _forest_lines(state["forest"])
+            most = max(3, height // 4)
+            cut_off = [[("dim", f"   {len(rows) - most + 1} lines more")]] \
+                if len(rows) > most else []
+            blocks.append([[("accent", " shared beginnings")]]
+                          + rows[:most - len(cut_off)] + cut_off)
+        blocks.append(_top_shelf(state, width))
+        for block in blocks:
+            lines += ([] if small else [[]]) + block
+        asks = _top_asks(state, width)
+        lines += ([] if small else [[]]) + asks[:1]
+        room = max(0, height - len(lines) - 1)
+        at = min(top.scroll, max(0, len(asks) - 1 - room))
+        lines += asks[1 + at:1 + at + room]
+    foot = "held · Space goes on" if top.held else "q quit · Space hold · ? help"
+    return fit_lines(lines, height - 1) + [[("dim", " " + text_cut(foot, width - 2))]]
+
+
+def top_step(top: Top, event: Any) -> tuple:
+    "(the view after a key or event, effects)."
+    if isinstance(event, Key):
+        name = event.name
+        if top.help:
+            return top._replace(help=False), []
+        if name in ("q", "esc", "ctrl+c", "ctrl+q"):
+            return top, [("quit", 130 if name == "ctrl+c" else 0)]
+        if name in ("?", "f9"):
+            return top._replace(help=True), []
+        if name == " ":
+            return top._replace(held=not top.held), []
+        moves = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10, "wheelup": -3,
+                 "wheeldown": 3, "home": -10 ** 6}
+        if name in moves:
+            most = len(top.state["recent"]) - 1 if top.state else 0
+            return top._replace(scroll=max(0, min(most, top.scroll + moves[name]))), []
+        return top, []
+    if event[0] == "tick":
+        return top, [] if top.held else [("poll",)]
+    if event[0] == "state" and not top.held:
+        return top._replace(state=event[1], at=event[2], trouble=""), []
+    if event[0] == "trouble":
+        return top._replace(trouble=event[1]), []
+    return top, []
+
+
+class _TopWorld:
+    "Asks for the state in the background, one question at a time."
+
+    def __init__(self, ask: Callable[[], dict], edges: Edges):
+        self.ask, self.edges, self.asking = ask, edges, False
+
+    def act(self, _: tuple, post: Callable) -> None:
+        if not self.asking:
+            self.asking = True
+            threading.Thread(target=self._poll, args=(post,), daemon=True).start()
+
+    def _poll(self, post: Callable) -> None:
+        try:
+            post(("state", self.ask(), self.edges.clock.wall()))
+        except TokiError as error:
+            post(("trouble", f"{error.message}; try {error.hint}"))
+        finally:
+            self.asking = False
+
+
+def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
+    "The live view; one plain frame when `once` or without a terminal."
+    if once or not edges.term.interactive():
+        top = Top(ask(), at=edges.clock.wall())
+        width = edges.term.columns()
+        depth = style_depth(edges.proc.environment(), edges.term.is_tty())
+        rows = 40 + len(top.state["slots"]) if top.state else 10
+        lines = top_frame(top, width, rows)[:-1]
+        while lines and not line_text(lines[-1]):
+            lines.pop()
+        unicode = edges.term.speaks_unicode()
+        for line in lines:
+            edges.term.out(line_paint(line, depth, unicode).rstrip())
+        return 0
+    world = _TopWorld(ask, edges)
+    return run_screen(App(lambda *a: top_frame(*a), top_step, world.act, 1.0), Top(),
+                      edges)[0]
+
+
+# ============================================================================
+# 0. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+#    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
+#    launcher_frame, launcher_step, run_launcher, with_setting.
+#
+#    Knows no agent, model or stack itself: a Hall of callables is handed in.
+# ============================================================================
+BEAR = ("()---()", "( • • )", "(  ᴥ  ) ♻")
+# A change of these is seen without a restart of the daemon.
+_AT_ONCE = ("source", "index_engine", "index_model")
+_ELSEWHERE = {"state_dir": "moves everything; set TOKI_STATE_DIR instead"}
+
+
+class Hall(NamedTuple):
+    "What the launcher can cause; `models()` and `state()` may take their time."
+    agents: Sequence             # .name .title .install
+    version: Callable            # (agent) -> text, "" when it is not installed
+    launch: Callable             # (agent) -> exit code
+    chat: Callable               # () -> exit code
+    models: Callable             # () -> [.name .file .ctx .active]
+    use: Callable                # (model, ctx or 0): serve that one
+    state: Callable              # () -> state document; TokiError when nothing runs
+    up: Callable                 # (): start engine and daemon
+    restart: Callable            # (): stop and start them
+    settings: Callable           # () -> Config
+    save: Callable               # (name, text): into the settings file
+    engine: Callable             # () -> path of an engine, "" for none
+
+
+class Launcher(NamedTuple):
+    "Everything the launcher shows; `view` is what the keys go to."
+    titles: tuple = ()           # (title, install command), the chat first
+    versions: tuple = ()         # (index, text) as they come in
+    at: int = 0
+    view: str = "list"           # | models | ctx | settings | value | start | help
+    back: str = "list"
+    state: Optional[dict] = None
+    trouble: str = ""            # why there is no state
+    asked: bool = False          # has the stack answered or failed to?
+    engine: str = "?"
+    models: tuple = ()           # (name, file, ctx, active)
+    model_at: int = 0
+    rows: tuple = ()             # settings: (name, value, origin, help, secret)
+    row_at: int = 0
+    field: Editor = Editor()
+    stale: tuple = ()            # settings changed since the daemon started
+    note: str = ""
+    bad: str = ""
+
+
+def with_setting(ini_text: str, name: str, value: str) -> str:
+    """The settings file with `name = value` under [toki]; all else as it was.
+
+    Raises UsageError for a value that holds a line break."""
+    if "\n" in value or "\r" in value:
+        raise UsageError(f"{name} cannot hold a line break", "give one line")
+    line = f"{name} = {value}".rstrip()
+    lines, inside, end = ini_text.splitlines(), False, -1
+    for i, row in enumerate(lines):
+        if row.strip().startswith("["):
+            inside = row.strip() == f"[{CONFIG_SECTION}]"
+            end = i + 1 if inside and end < 0 else end
+        elif inside and row.strip():
+            key = re.split(r"[=:]", row, 1)[0].strip().lower().replace("-", "_")
+            if key == name and not row.strip().startswith(("#", ";")):
+                return "\n".join([*lines[:i], line, *lines[i + 1:]]) + "\n"
+            end = i + 1
+    if end < 0:
+        lines += ([""] if lines else []) + [f"[{CONFIG_SECTION}]"]
+        end = len(lines)
+    return "\n".join([*lines[:end], line, *lines[end:]]) + "\n"
+
+
+# ---- the frame ---------------------------------------------------------------------
+def _stack_text(s: Launcher) -> Line:
+    "State of the stack in a few words."
+    if s.state is not None:
+        e = s.state["engine"]
+        style = "good" if e["state"] == "ready" else "warn"
+        return [(style, f"● {e['state']}"), ("dim", f" · {s.state['open']} open")]
+    if not s.asked:
+        return [("dim", "○ looking")]
+    return [("warn", "○ nothing runs")]
+
+
+def _model_text(s: Launcher) -> str:
+    "Model in use and its context."
+    if s.state is not None and s.state["engine"].get("model"):
+        e = s.state["engine"]
+        return f"{e['model']} · {fmt_n(e['n_ctx'])} tokens"
+    active = next((m for m in s.models if m[3]), None)
+    if active:
+        return f"{active[0]}" + (f" · {fmt_n(active[2])} tokens" if active[2] else "")
+    return "no model yet"
+
+
+def _launcher_head(s: Launcher, width: int, height: int) -> list:
+    if height < 20 or width < 60:
+        return [[("name", " toki "), *_stack_text(s)],
+                [("dim", " " + text_cut(_model_text(s), width - 2))]]
+    texts: list = [[("name", "toki")], [("dim", "no token is computed twice")],
+                   [("", text_cut(_model_text(s), width - 34) + "   "),
+                    *_stack_text(s)]]
+    return [[], *([("accent", f"  {bear:11}")] + text
+                  for bear, text in zip(BEAR, texts)), []]
+
+
+def _entry(s: Launcher, i: int, width: int) -> Line:
+    "One line of the list."
+    title, install = s.titles[i]
+    version = dict(s.versions).get(i)
+    number = f"{i + 1} " if i < 9 else "  "
+    if i == 0:
+        state: Line = [("dim", "built in")]
+    elif version is None:
+        state = [("dim", "…")]
+    elif version:
+        state = [("good", text_cut(version, 14))]
+    else:
+        text = "missing" if width < 60 else install
+        state = [("dim", text_cut(text, width - 30))]
+    chosen = i == s.at
+    line = [("dim", f"  {number} "),
+            ("bold" if version or i == 0 else "", f"{title:{min(22, width // 2)}}"),
+            *state]
+    if not chosen:
+        return line
+    return [("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+
+
+def _window(lines: list, at: int, room: int) -> list:
+    "Those `room` lines around number `at`."
+    first = min(max(0, at - room // 2), max(0, len(lines) - room))
+    return lines[first:first + room]
+
+
+def _told(s: Launcher, width: int) -> Line:
+    "What the last key brought."
+    return [("bad" if s.bad else "good", " " + text_cut(s.bad or s.note, width - 2))]
+
+
+def _detail(s: Launcher, width: int) -> Line:
+    "About the chosen entry."
+    if s.bad or s.note:
+        return _told(s, width)
+    title, install = s.titles[s.at]
+    version = dict(s.versions).get(s.at)
+    if s.at and version == "":
+        return [("warn", f" {title} is missing: "),
+                ("bold", text_cut(install, max(4, width - len(title) - 16)))]
+    if s.stale:
+        return [("warn", text_cut(" changed: " + ", ".join(s.stale)
+                             + "; r restarts toki", width - 1))]
+    return [("dim", text_cut(f" Enter starts {title}"
+                        + ("" if s.at == 0 else " with this model"), width - 1))]
+
+
+def _foot(text: str, width: int) -> Line:
+    return [("dim", " " + text_cut(text, width - 2))]
+
+
+def _models_lines(s: Launcher, width: int, room: int) -> list:
+    if not s.models:
+        lines: list = [[("bold", "  No model to choose yet.")], []]
+        for command, text in (
+                ("toki up --yes", "fetch an engine and a starter model"),
+                ("toki model pull NAME", "fetch a model"),
+                ("toki model import FILE", "take a GGUF file that is here")):
+            lines.append([("key", f"  {command:24}"),
+                          ("dim", text_cut(text, max(1, width - 28)))])
+        return lines[:room]
+    lines = []
+    wide = min(34, width // 2)
+    for i, (name, file, ctx, active) in enumerate(s.models):
+        room_text = f"{fmt_n(ctx)} tokens" if ctx else "context as it fits"
+        line = [("good" if active else "dim", "  ● " if active else "  ○ "),
+                ("bold" if active else "", text_cut(name, wide).ljust(wide + 1)),
+                ("dim", text_cut(f"{room_text}  {file}", max(0, width - wide - 8)))]
+        lines.append([("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+                     if i == s.model_at else line)
+    return _window(lines, s.model_at, room)
+
+
+def _settings_lines(s: Launcher, width: int, room: int) -> list:
+    lines = []
+    for i, (name, value, origin, help_text, secret) in enumerate(s.rows):
+        shown = "(set)" if secret and value else value or "-"
+        line = [("dim", "  "), ("", f"{name:16} "),
+                ("bold" if origin != "default" else "", f"{text_cut(shown, 18):18} "),
+                ("dim", text_cut(help_text, max(1, width - 40)))]
+        lines.append([("select", line_text(line_pad(line, width - 2)).ljust(width - 2))]
+                     if i == s.row_at else line)
+    return _window(lines, s.row_at, room)
+
+
+_LAUNCHER_KEYS = (
+    ("Up, Down, 1-9", "choose"), ("Enter", "start it with the model in use"),
+    ("Right", "the list of models"), ("m", "change model or context"),
+    ("s", "settings"), ("u", "start engine and daemon"),
+    ("r", "restart them, after settings have changed"), ("?", "this help"),
+    ("q, Ctrl+C", "leave"))
+
+
+def _view_lines(s: Launcher, width: int, room: int) -> tuple:
+    "(lines of the view, line about it, keys)."
+    told = _told(s, width)
+    if s.view in ("models", "ctx"):
+        about = told if s.bad or s.note else [
+            ("dim", text_cut(" a change loads the model anew; contexts are kept on the "
+                        "shelf", width - 1))]
+        if s.view == "ctx":
+            about = [("name", " context › "), *s.field.lines(width - 14, 1)[0],
+                     ("dim", "  tokens; 0: what fits")]
+        return _models_lines(s, width, room), about, \
+            "Enter use · c context · Left back" if s.models else "Left back · u set up"
+    if s.view in ("settings", "value"):
+        row = s.rows[s.row_at]
+        about = told if s.bad or s.note else [
+            ("dim", text_cut(f" {row[3]}; from {row[2]}", width - 1))]
+        if s.view == "value":
+            about = [("name", f" {row[0]} › "),
+                     *s.field.lines(max(4, width - len(row[0]) - 6), 1, row[4])[0]]
+        keys = "Enter change · r restart · Left back" if s.stale else \
+            "Enter change · Left back"
+        return _settings_lines(s, width, room), about, keys
+    lines = _window([_entry(s, i, width) for i in range(len(s.titles))], s.at, room)
+    if s.view == "start":
+        text = " Nothing runs.  Start engine and daemon now?"
+        return lines, [("warn", text_cut(text, width - 1))], "y yes · n no"
+    return lines, _detail(s, width), \
+        "Enter start · → models · m model · s settings · ? help · q quit"
+
+
+def launcher_frame(s: Launcher, width: int, height: int) -> list:
+    "The whole screen as lines."
+    if s.view == "help":
+        return help_lines(_LAUNCHER_KEYS, width)[:height]
+    head = _launcher_head(s, width, height)
+    room = max(1, height - len(head) - 3)
+    lines, about, keys = _view_lines(s, width, room)
+    return [*head, *fit_lines(lines, room), [("dim", "─" * width)], about,
+            _foot(keys, width)]
+
+
+# ---- the step ----------------------------------------------------------------------
+def _moved(at: int, name: str, n: int) -> Optional[int]:
+    "Where a key moves to in a list of `n`; None when it moves nothing."
+    by = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -8, "pagedown": 8,
+          "home": -n, "end": n, "wheelup": -1, "wheeldown": 1}.get(name)
+    return None if by is None or not n else max(0, min(n - 1, at + by))
+
+
+def _start_entry(s: Launcher) -> tuple:
+    "Enter on the list."
+    if s.at and dict(s.versions).get(s.at, "?") == "":
+        return s._replace(bad=f"not installed: {s.titles[s.at][1]}"), []
+    if s.state is not None:
+        return s, [("start", s.at)]
+    if s.asked and not s.models:
+        note = "toki needs an engine and a model first"
+        return s._replace(view="models", note=note), [("models",)]
+    return s._replace(view="start"), []
+
+
+def _list_key(s: Launcher, key: Key) -> tuple:
+    name, n = key.name, len(s.titles)
+    at = _moved(s.at, name, n)
+    if at is not None:
+        return s._replace(at=at), []
+    if name in "123456789" and int(name) <= n:
+        return s._replace(at=int(name) - 1), []
+    if name == "enter":
+        return _start_entry(s)
+    if name in ("right", "m"):
+        active = next((i for i, m in enumerate(s.models) if m[3]), 0)
+        return s._replace(view="models", model_at=active), [("models",)]
+    if name == "s":
+        return s._replace(view="settings"), [("settings",)]
+    if name in ("?", "f9"):
+        return s._replace(view="help", back="list"), []
+    if name == "q":
+        return s, [("quit", 0)]
+    if name == "r":
+        return s, [("restart",)]
+    return s, [("up",)] if name == "u" and s.state is None else []
+
+
+def _models_key(s: Launcher, key: Key) -> tuple:
+    name = key.name
+    at = _moved(s.model_at, name, len(s.models))
+    if at is not None:
+        return s._replace(model_at=at), []
+    if name in ("left", "esc", "q"):
+        return s._replace(view="list"), []
+    if name == "u" and s.state is None:
+        return s._replace(view="list"), [("up",)]
+    if name == "enter" and s.models:
+        return s._replace(view="list"), [("use", s.models[s.model_at][0], 0)]
+    if name == "c" and s.models:
+        ctx = s.models[s.model_at][2]
+        return s._replace(view="ctx", field=Editor.of(str(ctx or ""))), []
+    return s, []
+
+
+def _ctx_key(s: Launcher, key: Key) -> tuple:
+    if key.name == "esc":
+        return s._replace(view="models"), []
+    if key.name == "enter":
+        text = s.field.text.strip() or "0"
+        if not re.fullmatch(r"[0-9]{1,8}", text):
+            return s._replace(bad=f"{text!r} is no number of tokens", view="models"), []
+        return s._replace(view="list"), [("use", s.models[s.model_at][0], int(text))]
+    return s._replace(field=s.field.key(key) or s.field), []
+
+
+def _settings_key(s: Launcher, key: Key) -> tuple:
+    name = key.name
+    at = _moved(s.row_at, name, len(s.rows))
+    if at is not None:
+        return s._replace(row_at=at), []
+    if name in ("left", "esc", "q"):
+        return s._replace(view="list"), []
+    if name == "r" and s.stale:
+        return s._replace(view="list"), [("restart",)]
+    if name not in ("enter", "right", " "):
+        return s, []
+    setting, value, _, _, secret = s.rows[s.row_at]
+    if setting in _ELSEWHERE:
+        return s._replace(bad=f"{setting} {_ELSEWHERE[setting]}"), []
+    if value in ("on", "off"):
+        return s, [("set", setting, "off" if value == "on" else "on")]
+    return s._replace(view="value", field=Editor.of("" if secret else value)), []
+
+
+def _value_key(s: Launcher, key: Key) -> tuple:
+    if key.name == "esc":
+        return s._replace(view="settings"), []
+    if key.name == "enter":
+        return s._replace(view="settings"), [
+            ("set", s.rows[s.row_at][0], s.field.text.strip())]
+    return s._replace(field=s.field.key(key) or s.field), []
+
+
+def _start_key(s: Launcher, key: Key) -> tuple:
+    back = s._replace(view="list")
+    return (back, [("up",)]) if key.name in ("y", "enter") else (back, [])
+
+
+def _on_set(s: Launcher, name: str, text: str, origin: str) -> Launcher:
+    "A setting was written to the file."
+    if not origin.startswith("file"):
+        return s._replace(bad=f"kept in the file, but the {origin} wins over it")
+    if name in _AT_ONCE or s.state is None:
+        return s._replace(note=f"{name} = {text or '-'}")
+    stale = s.stale if name in s.stale else (*s.stale, name)
+    return s._replace(stale=stale, note=f"{name} = {text or '-'}: needs a restart; r "
+                      "does it now, contexts are kept on the shelf")
+
+
+def launcher_step(s: Launcher, event: Any) -> tuple:
+    "(the launcher after a key or event, effects)."
+    if isinstance(event, Key):
+        if event.name in ("ctrl+c", "ctrl+q"):
+            return s, [("quit", 130 if event.name == "ctrl+c" else 0)]
+        if s.view == "help":
+            return s._replace(view=s.back), []
+        s = s._replace(note="", bad="")
+        return {"list": _list_key, "models": _models_key, "ctx": _ctx_key,
+                "settings": _settings_key, "value": _value_key,
+                "start": _start_key}[s.view](s, event)
+    name = event[0]
+    if name == "tick":
+        return s, [("poll",)]
+    if name == "stack":
+        return s._replace(state=event[1], trouble=event[2], asked=True), []
+    if name == "version":
+        return s._replace(versions=(*s.versions, event[1:])), []
+    if name == "models":
+        return s._replace(models=event[1], model_at=min(
+            s.model_at, max(0, len(event[1]) - 1))), []
+    if name == "settings":
+        return s._replace(rows=event[1]), []
+    if name == "set":
+        return _on_set(s, *event[1:]), [("settings",)]
+    if name == "fresh":                  # the stack was started anew
+        s = s._replace(stale=(), note=event[1], asked=False)
+        return s, [("poll",), ("models",)]
+    if name == "ended":
+        return s._replace(note=event[1]), [("poll",)]
+    if name == "trouble":
+        hint = f"; try: {event[2]}" if event[2] else ""
+        return s._replace(bad=event[1] + hint), [("poll",)]
+    return s, []
+
+
+# ---- the world --------------------------------------------------------------------
+def _setting_rows(config: Config) -> tuple:
+    def shown(value: Any) -> str:
+        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+    return tuple((x.name, shown(getattr(config, x.name)), config.origin[x.name], x.help,
+                  x.secret) for x in SETTINGS)
+
+
+class _LauncherWorld:
+    "Does what `launcher_step` wants done; whatever takes time does it in a thread."
+
+    def __init__(self, hall: Hall, edges: Edges):
+        self.hall, self.edges, self.polling = hall, edges, False
+
+    def act(self, effect: tuple, post: Callable) -> None:
+        name = effect[0]
+        if name == "poll":
+            if not self.polling:
+                self.polling = True
+                self._thread(self._poll, post)
+        elif name == "versions":
+            todo: queue.Queue = queue.Queue()
+            for item in enumerate(self.hall.agents, 1):
+                todo.put(item)
+            for _ in range(3):
+                self._thread(self._versions, todo, post)
+        elif name == "models":
+            self._thread(self._models, post)
+        else:
+            post(self._now(*effect))
+
+    def _now(self, name: str, *args: Any) -> tuple:
+        try:
+            if name == "settings":
+                return ("settings", _setting_rows(self.hall.settings()))
+            setting, text = args
+            self.hall.save(setting, text)
+            return ("set", setting, text, self.hall.settings().origin[setting])
+        except TokiError as error:
+            return ("trouble", error.message, error.hint)
+        except OSError as error:
+            return ("trouble", f"the settings file cannot be written: {error}", "")
+
+    @staticmethod
+    def _thread(run: Callable, *args: Any) -> None:
+        threading.Thread(target=run, args=args, daemon=True).start()
+
+    def _poll(self, post: Callable) -> None:
+        try:
+            post(("stack", self.hall.state(), ""))
+        except TokiError as error:
+            post(("stack", None, error.message))
+        finally:
+            self.polling = False
+
+    def _versions(self, todo: queue.Queue, post: Callable) -> None:
+        while True:
+            try:
+                i, agent = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                text = self.hall.version(agent)
+            except Exception as error:   # one odd program must not hide the others
+                log.debug("no version of %s: %s", agent.name, error)
+                text = "unknown"
+            post(("version", i, clean_text(text).strip()))
+
+    def _models(self, post: Callable) -> None:
+        try:
+            post(("models", tuple((m.name, m.file, m.ctx or 0, bool(m.active))
+                                  for m in self.hall.models())))
+        except (TokiError, OSError) as error:
+            post(("trouble", str(error), ""))
+
+    def outside(self, effect: tuple) -> Optional[tuple]:
+        "An effect that needs the normal screen, as the loop's `run`."
+        hall, name = self.hall, effect[0]
+        if name == "start":
+            return ("run", lambda: self._ended(effect[1]), False)
+        todo = {"up": hall.up, "restart": hall.restart}.get(name)
+        if name == "use":
+            todo = lambda: hall.use(*effect[1:])             # noqa: E731
+        if todo is None:
+            return None
+
+        def run() -> tuple:
+            todo()
+            return ("fresh", "ready" if name != "use" else f"in use: {effect[1]}")
+        return ("run", run, True)
+
+    def _ended(self, at: int) -> tuple:
+        if at == 0:
+            self.hall.chat()
+            return ("ended", "")
+        agent = self.hall.agents[at - 1]
+        code = self.hall.launch(agent)
+        if code:                         # what it said is still to be read
+            self.edges.term.wait(f"\n[{agent.title} ended with code {code}; Enter: "
+                                 "back to toki] ")
+        return ("ended", f"{agent.title} ended"
+                + (f" with code {code}" if code else ""))
+
+
+def run_launcher(hall: Hall, edges: Edges) -> int:
+    "The launcher until it is left; the exit code."
+    world = _LauncherWorld(hall, edges)
+    titles = (("Toki Chat", ""), *((a.title, a.install) for a in hall.agents))
+    begun = False
+
+    def step(s: Launcher, event: Any) -> tuple:
+        nonlocal begun
+        s, effects = launcher_step(s, event)
+        if not begun:
+            begun = True
+            effects = [("poll",), ("models",), ("settings",), ("versions",), *effects]
+        return s, [world.outside(e) or e for e in effects]
+    app = App(lambda *a: launcher_frame(*a), step, world.act, 1.0)
+    return run_screen(app, Launcher(titles), edges)[0]
+
+
+# ============================================================================
 # 34. BENCH - toki's own cost, soak, and the everyday situations.
-#    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, EDGES, MACHINE, ENGINE,
+#    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, FIT, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
 #    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
 #    start_rig, stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
@@ -16125,14 +20842,14 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
     `default_flags`: as people start llama-server, else as toki starts it.
     """
     facts = model_facts(edges, model)
-    port, slots = edges.net.free_port(), max(1, config.slots)
-    ctx = pick_context(facts, config.ctx, slots, available_memory(edges))
+    fit = plan_memory(facts, detect_memory(edges, binary), wishes_of(config))
+    port, slots, ctx = edges.net.free_port(), fit.slots, fit.ctx
     edges.disk.remove(where.shelf)       # a rig starts cold
     for suffix in ("", "-wal", "-shm"):
         edges.disk.remove(where.file("shelf.db" + suffix))
     key_file = where.file("bench.key")
     edges.disk.write(key_file, b"bench\n")
-    swa_full = facts.kind == "window" and not default_flags
+    swa_full = fit.swa_full and not default_flags
     if default_flags:
         flags = ["--model", model, "--host", "127.0.0.1", "--port", str(port),
                  "--ctx-size", str(ctx * slots), "--metrics"]
@@ -16141,10 +20858,11 @@ def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: boo
         flags, _ = engine_flags(
             engine_help(binary, edges), facts, model=model, port=port, slots=slots,
             ctx=ctx, threads=config.threads, shelf=edges.disk.folder(where.shelf),
-            key_file=key_file, alias=os.path.basename(model), swa_full=swa_full)
+            key_file=key_file, alias=os.path.basename(model), swa_full=swa_full,
+            plan=fit)
         key = "bench"
     flags += config.engine_args.split()
-    env = launch_env(binary, where, edges)
+    env = {**dict(fit.environment), **launch_env(binary, where, edges)}
     process = EngineProcess([binary, *flags], edges, where, env)
     process.start()
     engine = Engine(f"http://127.0.0.1:{port}", key, edges, facts, swa_full)
@@ -16436,7 +21154,7 @@ def many_asks(rig: Rig, asks: int, conversations: int = 64) -> dict:
     tails = ["" for _ in range(conversations)]
     for i in range(asks):
         c = i % conversations
-        tails[c] = (tails[c] + f" Turn {i}: " + prose(i, 12))[-5000:]
+        tails[c] = (tails[c] + f" ChatTurn {i}: " + prose(i, 12))[-5000:]
         Asker(rig.front).chat([
             {"role": "system", "content": prose(c, 60)},
             {"role": "user", "content": tails[c]}], 1)
@@ -16550,6 +21268,1848 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
+# 0. PAGE - the web page as one readable text.
+#    uses: nothing.  offers: PAGE.
+#
+#    Everything is in it: no other address is asked, and the headers that go with it
+#    (`page_headers`) forbid that.  Text of models and people becomes text nodes, never
+#    markup.  While editing: `toki web --page FILE` reads the file anew for each visit.
+# ============================================================================
+PAGE = r"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>toki</title>
+<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'
+ viewBox='0 0 32 32'%3E%3Cg fill='%238a5f3c'%3E%3Ccircle cx='7' cy='8' r='5'/%3E%3C
+circle cx='25' cy='8' r='5'/%3E%3Cellipse cx='16' cy='17' rx='13.5' ry='12'/%3E%3C/g%3E
+%3Cellipse cx='16' cy='21' rx='6' ry='4.6' fill='%23f3e4cf'/%3E%3Cg fill='%23271c14'%3E
+%3Cellipse cx='16' cy='19' rx='2.4' ry='1.6'/%3E%3Ccircle cx='10.5' cy='15' r='1.5'/%3E
+%3Ccircle cx='21.5' cy='15' r='1.5'/%3E%3C/g%3E%3C/svg%3E">
+<style>
+/* --- colours: green was reused, clay was computed, slate was moved, plum is new --- */
+:root {
+  color-scheme: light dark;
+  --paper: light-dark(#f6f3ec, #171613);
+  --card: light-dark(#fffdf8, #201e1a);
+  --sunk: light-dark(#ece7db, #100f0d);
+  --ink: light-dark(#25221c, #ece7db);
+  --soft: light-dark(#655f52, #aaa292);
+  --line: light-dark(#ddd6c7, #38342b);
+  --edge: light-dark(#8d8575, #7d7565);
+  --reuse: light-dark(#27684a, #7fcaa2);
+  --reuse-wash: light-dark(#dfece2, #1d3428);
+  --compute: light-dark(#a34519, #f0a078);
+  --compute-wash: light-dark(#f7e4d8, #3e2618);
+  --move: light-dark(#3a5b89, #9cb9e2);
+  --decode: light-dark(#74497f, #cfaadb);
+  --on-accent: light-dark(#ffffff, #10201a);
+  --bear: light-dark(#8a5f3c, #b08258);
+  --bear-light: light-dark(#f3e4cf, #f0dfc6);
+  --sign: #27684a;
+  --bear-dark: light-dark(#33241a, #2a1d14);
+  --text: "Inter", system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
+  --serif: "Iowan Old Style", "Palatino Linotype", Palatino, P052, Charter, Georgia,
+    serif;
+  --mono: ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, monospace;
+}
+
+/* --- ground --- */
+* { box-sizing: border-box; }
+html, body { height: 100%; margin: 0; }
+body {
+  display: grid; grid-template-columns: 17rem minmax(0, 1fr);
+  background: var(--paper); color: var(--ink);
+  font: 0.9375rem/1.5 var(--text); -webkit-text-size-adjust: 100%;
+}
+[hidden] { display: none !important; }
+h1, h2, h3 { font-family: var(--serif); font-weight: 500; line-height: 1.2; margin: 0; }
+h2 { font-size: 1.45rem; letter-spacing: -0.01em; }
+p { margin: 0; }
+button, input, select, textarea { font: inherit; color: inherit; }
+button {
+  background: none; border: 1px solid transparent; border-radius: 0.45rem;
+  padding: 0.3rem 0.6rem; cursor: pointer; min-height: 2rem;
+}
+button:hover { background: color-mix(in srgb, var(--ink) 7%, transparent); }
+button.main {
+  background: var(--reuse); color: var(--on-accent); border-radius: 0.6rem;
+  font-weight: 600; padding: 0.4rem 1rem;
+}
+button.main:hover { background: color-mix(in srgb, var(--reuse) 88%, var(--ink)); }
+button.line { border-color: var(--edge); }
+button.small { font-size: 0.8125rem; padding: 0.1rem 0.5rem; min-height: 1.75rem;
+  color: var(--soft); }
+button.small:hover { color: var(--ink); }
+button:disabled { opacity: 0.5; cursor: default; }
+input, select, textarea {
+  background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
+  padding: 0.4rem 0.55rem; max-width: 100%;
+}
+:focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
+.soft { color: var(--soft); }
+.fig { font-variant-numeric: tabular-nums; }
+.skip { position: absolute; left: -99rem; }
+.skip:focus { left: 1rem; top: 1rem; background: var(--card); padding: 0.5rem;
+  z-index: 9; }
+.away { position: absolute; width: 1px; height: 1px; overflow: hidden;
+  clip-path: inset(50%); white-space: nowrap; }
+
+/* --- rail --- */
+.rail {
+  display: flex; flex-direction: column; gap: 1.1rem; min-height: 0; height: 100dvh;
+  padding: 1.1rem 0.9rem 0.8rem; border-right: 1px solid var(--line);
+}
+.brand { display: flex; align-items: center; gap: 0.7rem; padding: 0 0.3rem; }
+.brand svg { width: 3.1rem; height: 3.4rem; flex: none; }
+.brand h1 { font-size: 1.9rem; letter-spacing: -0.02em; line-height: 1; }
+.brand p { font: italic 0.8125rem/1.3 var(--serif); color: var(--soft); }
+.views { display: grid; grid-template-columns: 1fr 1fr; gap: 0.25rem;
+  background: var(--sunk); border-radius: 0.6rem; padding: 0.2rem; }
+.views a { text-align: center; padding: 0.28rem; border-radius: 0.45rem;
+  color: var(--soft); text-decoration: none; }
+.views a[aria-current] { background: var(--card); color: var(--ink); font-weight: 600; }
+.talks { flex: 1; min-height: 0; overflow-y: auto; display: flex;
+  flex-direction: column; }
+.talks h2 { font: 600 0.75rem/1 var(--text); color: var(--soft); letter-spacing: 0.04em;
+  padding: 0.5rem 0.6rem; display: flex; justify-content: space-between;
+  align-items: center; }
+.talks ul { list-style: none; margin: 0; padding: 0; }
+.talks li { display: flex; border-radius: 0.45rem; }
+.talks li > button:first-child { flex: 1; min-width: 0; text-align: left;
+  overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.talks li button.small { opacity: 0; }
+.talks li:hover button.small, .talks li:focus-within button.small { opacity: 1; }
+.talks li[data-here] { background: var(--card); box-shadow: 0 0 0 1px var(--line); }
+.foot { display: flex; flex-wrap: wrap; gap: 0.1rem; align-items: center;
+  border-top: 1px solid var(--line); padding-top: 0.6rem; }
+.foot button { padding: 0.1rem 0.45rem; }
+.foot p { width: 100%; padding: 0 0.5rem 0.35rem; font-size: 0.8125rem;
+  overflow-wrap: anywhere; }
+.dot { display: inline-block; width: 0.55rem; height: 0.55rem; border-radius: 50%;
+  background: var(--compute); margin-right: 0.4rem; }
+.dot[data-ok] { background: var(--reuse); }
+#menu { display: none; }
+
+/* --- chat --- */
+main { min-width: 0; height: 100dvh; }
+#chat { display: grid; grid-template-columns: minmax(0, 1fr);
+  grid-template-rows: auto minmax(0, 1fr) auto; height: 100%; }
+.bar { display: flex; gap: 0.5rem; align-items: center; padding: 0.8rem 1.5rem;
+  border-bottom: 1px solid var(--line); }
+.bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
+  white-space: nowrap; font-size: 1.2rem; }
+.bar select { max-width: 16rem; }
+#scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
+#messages, .composer { max-width: 45rem; margin: 0 auto; }
+#messages.wide { max-width: 80rem; }
+#messages.wide > :not(:has(.pair)) { max-width: 45rem; margin-left: auto;
+  margin-right: auto; }
+.message { margin-bottom: 1.9rem; }
+.message > header { display: flex; align-items: center; gap: 0.4rem;
+  font-size: 0.8125rem; color: var(--soft); margin-bottom: 0.3rem;
+  min-height: 1.75rem; }
+.message > header b { color: var(--ink); font-weight: 600; }
+.message .tools { margin-left: auto; display: flex; opacity: 0; }
+.message:hover .tools, .message:focus-within .tools { opacity: 1; }
+.user .said { border-left: 3px solid var(--edge); padding: 0.1rem 0 0.1rem 0.95rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.user textarea { width: 100%; }
+.said { overflow-wrap: anywhere; }
+.prose { font: 1.0625rem/1.62 var(--serif); }
+.prose > * + * { margin-top: 0.75em; }
+.prose h3, .prose h4, .prose h5 { font: 600 1.1em/1.3 var(--serif); }
+.prose ul, .prose ol { padding-left: 1.4em; margin-bottom: 0; }
+.prose blockquote { margin: 0.75em 0 0; padding-left: 1em; color: var(--soft);
+  border-left: 2px solid var(--line); }
+.prose a { color: var(--move); text-underline-offset: 0.15em; }
+.prose hr { border: 0; border-top: 1px solid var(--line); }
+.prose code, pre, .mono { font: 0.86em/1.55 var(--mono); }
+.prose :not(pre) > code { background: var(--sunk); border-radius: 0.25rem;
+  padding: 0.08em 0.3em; }
+.block { position: relative; }
+.block pre { margin: 0; background: var(--sunk); border-radius: 0.6rem;
+  overflow-x: auto; padding: 0.85rem 1rem; tab-size: 4; font-size: 0.8125rem; }
+.block button { position: absolute; top: 0.3rem; right: 0.3rem;
+  font-family: var(--text); background: var(--sunk); }
+.k { color: var(--move); } .s { color: var(--reuse); } .n { color: var(--compute); }
+.c { color: var(--soft); font-style: italic; }
+.prose .scroll { overflow-x: auto; }
+.prose table, .asks { border-collapse: collapse; }
+.prose td, .prose th { border-bottom: 1px solid var(--line); text-align: left;
+  padding: 0.3em 0.8em 0.3em 0; }
+.long { white-space: pre-wrap; }
+.thought { color: var(--soft); font-size: 0.875rem; margin-bottom: 0.6rem; }
+.thought div { white-space: pre-wrap; border-left: 2px solid var(--line);
+  padding-left: 0.8rem; margin-top: 0.3rem; }
+.trouble { color: var(--compute); background: var(--compute-wash);
+  border-radius: 0.5rem; padding: 0.5rem 0.8rem; margin-top: 0.5rem;
+  overflow-wrap: anywhere; }
+.wait { color: var(--soft); font: italic 1rem var(--serif); }
+
+/* --- the cache line under each reply --- */
+
+.cacheline { margin-top: 0.85rem; font-size: 0.8125rem; color: var(--soft);
+  border-top: 1px solid var(--line); padding-top: 0.5rem; }
+.cacheline b { color: var(--ink); font-weight: 600; }
+.cacheline button { color: var(--soft); text-decoration: underline;
+  text-underline-offset: 0.15em; padding: 0 0.2rem; min-height: 1.5rem; }
+.meter { display: flex; gap: 2px; height: 0.42rem; margin-bottom: 0.4rem; }
+.meter i { border-radius: 0.2rem; min-width: 3px; }
+.meter .r { background: var(--reuse); }
+.meter .x { background: repeating-linear-gradient(115deg, var(--compute) 0 3px,
+  color-mix(in srgb, var(--compute) 55%, transparent) 3px 6px); }
+.meter i[data-none] { display: none; }
+.green { color: var(--reuse) !important; } .clay { color: var(--compute) !important; }
+
+/* --- compare --- */
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2rem; }
+.pair > section { min-width: 0; display: flex; flex-direction: column; }
+.pair .cacheline { margin-top: auto; }
+.pair .prose { margin-bottom: 0.85rem; }
+.pair h3 { font: 600 0.8125rem var(--text); color: var(--soft); padding-bottom: 0.4rem;
+  margin-bottom: 0.7rem; border-bottom: 1px solid var(--line); }
+.pair h3 b { color: var(--ink); }
+.verdict { margin-top: 1rem; background: var(--sunk); border-radius: 0.7rem;
+  padding: 0.8rem 1rem; font-size: 0.875rem; }
+.verdict strong { font-family: var(--serif); font-size: 1.1rem; font-weight: 600; }
+.verdict .words { white-space: pre-wrap; overflow-wrap: anywhere; margin-top: 0.6rem;
+  max-height: 22rem; overflow-y: auto; font-family: var(--serif); font-size: 1rem; }
+del, ins { text-decoration-thickness: 1px; border-radius: 0.2rem; padding: 0 0.1em; }
+del { background: var(--compute-wash); color: var(--compute); }
+ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none; }
+
+/* --- composer --- */
+.dock { padding: 0 1.5rem 1rem; }
+.composer { border: 1px solid var(--edge); border-radius: 1rem; background: var(--card);
+  padding: 0.55rem; }
+.composer:focus-within { border-color: var(--move); box-shadow: 0 0 0 1px var(--move); }
+.composer textarea { display: block; width: 100%; border: 0; background: none;
+  resize: none; padding: 0.35rem 0.5rem; outline: none; max-height: 40vh;
+  min-height: 2.6rem; }
+.composer .row { display: flex; align-items: center; gap: 0.6rem; flex-wrap: wrap; }
+.modes { display: flex; border: 0; margin: 0; padding: 0; gap: 0.15rem; }
+.modes label { position: relative; padding: 0.2rem 0.7rem; border-radius: 0.45rem;
+  cursor: pointer; color: var(--soft); }
+.modes input { position: absolute; opacity: 0; inset: 0; cursor: pointer; }
+.modes label:has(:checked) { background: var(--reuse-wash); color: var(--reuse);
+  font-weight: 600; }
+.modes label:has(:focus-visible) { outline: 2px solid var(--move); }
+#hint { flex: 1; min-width: 0; color: var(--soft); font-size: 0.8125rem;
+  overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.empty { text-align: center; padding: 7vh 1rem 0; }
+.empty svg { width: 9.5rem; height: 10.4rem; }
+.empty h2 { font-size: 2rem; margin: 0.9rem 0 0.5rem; text-wrap: balance; }
+.empty p { color: var(--soft); max-width: 30rem; margin: 0 auto;
+  font: 1.0625rem/1.55 var(--serif); text-wrap: pretty; }
+
+/* --- cache --- */
+#cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
+#cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
+.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
+  justify-content: space-between; margin: 0 auto; }
+.figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
+  font-variant-numeric: lining-nums; }
+.figures span { color: var(--soft); font-size: 0.875rem; }
+#cache > section { margin-top: 2.6rem; }
+.head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
+  margin-bottom: 0.8rem; }
+.head p { color: var(--soft); font-size: 0.875rem; flex: 1; min-width: 14rem; }
+.forest { display: grid; grid-template-columns: minmax(0, 1fr) 22rem; gap: 1rem; }
+.forest svg { width: 100%; display: block; overflow: visible; }
+.forest ul { list-style: none; margin: 0; padding: 0; }
+.forest li { height: 3.25rem; display: flex; align-items: center; gap: 0.6rem;
+  border-bottom: 1px solid var(--line); }
+.forest li > div { flex: 1; min-width: 0; line-height: 1.3; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
+.forest li p { font-size: 0.8125rem; color: var(--soft); overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; }
+.mark { width: 0.75rem; height: 0.75rem; border-radius: 50%; flex: none;
+  background: var(--reuse); }
+.mark.snap { border-radius: 0.15rem; background: var(--move); }
+.mark.busy { background: var(--compute); }
+svg text { font: 0.75rem var(--text); fill: var(--soft);
+  font-variant-numeric: tabular-nums; }
+svg text.loud { fill: var(--ink); font-weight: 600; }
+.lanes { background: var(--card); border: 1px solid var(--line); border-radius: 0.7rem;
+  padding: 0.6rem 0.8rem 0.3rem; }
+.lanes svg { display: block; width: 100%; }
+.lanes rect[data-ask] { cursor: pointer; }
+.key { display: inline-flex; align-items: center; gap: 0.35rem; margin-right: 0.9rem; }
+.key i { width: 0.85rem; height: 0.6rem; border-radius: 0.15rem; }
+.asks { width: 100%; font-size: 0.875rem; }
+.asks th { text-align: left; color: var(--soft); font-weight: 500;
+  font-size: 0.8125rem; }
+.asks td, .asks th { padding: 0.3rem 0.9rem 0.3rem 0; vertical-align: middle;
+  border-bottom: 1px solid var(--line); }
+.asks td.fig, .asks th.fig { text-align: right; white-space: nowrap; }
+.asks td:last-child { color: var(--soft); max-width: 24rem; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; padding-right: 0; }
+.asks .meter { margin: 0; width: 8rem; }
+.asks tr[data-here] { background: var(--reuse-wash); }
+.sideways { overflow-x: auto; }
+#why { background: var(--card); border: 1px solid var(--line); border-radius: 0.8rem;
+  padding: 1.1rem 1.3rem; margin-bottom: 1rem; }
+#why dl { display: grid; grid-template-columns: 9rem 1fr; gap: 0.25rem 1rem;
+  margin: 0.6rem 0 0; }
+#why dt { color: var(--soft); } #why dd { margin: 0; overflow-wrap: anywhere; }
+.texts { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin-top: 0.8rem; }
+.texts pre { margin: 0.2rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
+  background: var(--sunk); padding: 0.7rem; border-radius: 0.5rem;
+  font-size: 0.8125rem; max-height: 14rem; overflow-y: auto; }
+.notice { background: var(--compute-wash); color: var(--ink); border-radius: 0.7rem;
+  padding: 0.6rem 0.9rem; display: flex; gap: 1rem; align-items: center;
+  margin-top: 1.2rem; }
+
+/* --- dialogs --- */
+dialog { border: 1px solid var(--line); border-radius: 1rem; background: var(--card);
+  color: var(--ink); padding: 1.4rem; width: min(34rem, calc(100vw - 2rem)); }
+dialog::backdrop { background: rgb(0 0 0 / 0.4); }
+dialog form { display: grid; gap: 0.9rem; }
+dialog label { display: grid; gap: 0.25rem; font-size: 0.875rem; }
+dialog textarea { min-height: 8rem; resize: vertical; }
+.grid { display: grid; grid-template-columns: 1fr 1fr; gap: 0.8rem; }
+.row.end { display: flex; justify-content: flex-end; gap: 0.5rem; }
+kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius: 0.3rem;
+  padding: 0 0.35rem; }
+#help dl { display: grid; grid-template-columns: auto 1fr; gap: 0.4rem 1rem; }
+#help dd { margin: 0; }
+
+/* --- narrow --- */
+@media (max-width: 60rem) {
+  .forest { grid-template-columns: minmax(0, 1fr) minmax(0, 1.35fr); }
+  .figures { grid-template-columns: 1fr 1fr; }
+}
+@media (max-width: 48rem) {
+  body { grid-template-columns: minmax(0, 1fr); grid-template-rows: auto minmax(0, 1fr);
+    height: 100dvh; }
+  main { height: auto; min-height: 0; }
+  .rail { height: auto; padding: 0.5rem 0.8rem; border-right: 0; gap: 0.6rem;
+    border-bottom: 1px solid var(--line); display: grid;
+    grid-template-columns: auto 1fr auto; align-items: center; }
+  .brand svg { width: 2rem; height: 2.2rem; }
+  .brand h1 { font-size: 1.4rem; } .brand p { display: none; }
+  #menu { display: block; }
+  .talks, .foot { display: none; grid-column: 1 / -1; }
+  .rail[data-open] .talks { display: flex; max-height: 50dvh; }
+  .rail[data-open] .foot { display: flex; }
+  .bar { padding: 0.5rem 0.9rem; } .bar select { max-width: 8rem; }
+  #scroll { padding: 1rem 0.9rem; } .dock { padding: 0 0.6rem 0.6rem; }
+  .pair, .texts { grid-template-columns: minmax(0, 1fr); }
+  #hint { display: none; } #send, #stop { margin-left: auto; }
+  #cache { padding: 1.1rem 0.9rem 3rem; }
+  .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
+  .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
+  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
+  .message .tools, .talks li button.small { opacity: 1; }
+}
+@media (hover: none) { .message .tools, .talks li button.small { opacity: 1; } }
+@media (prefers-reduced-motion: no-preference) {
+  .breath { animation: breath 4s ease-in-out infinite; transform-origin: 50% 100%; }
+  @keyframes breath { 50% { transform: scaleY(1.015); } }
+}
+</style>
+</head>
+<body>
+<a class="skip" href="#chat" id="skip">Skip to the message box</a>
+<svg width="0" height="0" aria-hidden="true" class="away"><defs>
+<g id="arrow">
+ <path d="M52.6 97.6 57.6 88.9Q60 84.8 62.4 88.9L64.6 92.7" fill="none"
+  stroke-width="4.4" stroke="var(--sign)"/>
+ <path d="M59.6 95.6 69.1 90.1 69.2 100.8Z" fill="var(--sign)"/></g>
+<symbol id="bear" viewBox="8 6 104 124">
+ <g fill="var(--bear)">
+  <circle cx="31" cy="27" r="14"/><circle cx="89" cy="27" r="14"/>
+  <path d="M24 104C24 82 40 74 60 74S96 82 96 104 82 127 60 127 24 126 24 104Z"/>
+  <ellipse cx="27" cy="100" rx="9" ry="17" transform="rotate(16 27 100)"/>
+  <ellipse cx="93" cy="100" rx="9" ry="17" transform="rotate(-16 93 100)"/>
+  <ellipse cx="60" cy="49" rx="40" ry="34"/>
+  <ellipse cx="38" cy="123" rx="13" ry="6.5"/>
+  <ellipse cx="82" cy="123" rx="13" ry="6.5"/>
+ </g>
+ <g fill="var(--bear-light)">
+  <circle cx="31" cy="27" r="7"/><circle cx="89" cy="27" r="7"/>
+  <ellipse cx="60" cy="61" rx="18" ry="14"/>
+  <circle cx="60" cy="101" r="23.5"/>
+ </g>
+ <g><use href="#arrow"/><use href="#arrow" transform="rotate(120 60 101.5)"/>
+  <use href="#arrow" transform="rotate(240 60 101.5)"/></g>
+ <g fill="var(--bear-dark)">
+  <ellipse cx="60" cy="55" rx="6.5" ry="4.5"/>
+  <circle cx="43" cy="45" r="3.6"/><circle cx="77" cy="45" r="3.6"/></g>
+ <g fill="var(--bear-light)"><circle cx="44.3" cy="43.8" r="1.1"/>
+  <circle cx="78.3" cy="43.8" r="1.1"/></g>
+ <path d="M60 59v4M53 65q4 4 7-2 3 6 7 2" fill="none" stroke="var(--bear-dark)"
+  stroke-width="2" stroke-linecap="round"/>
+</symbol></defs></svg>
+
+<header class="rail" id="rail">
+ <div class="brand"><svg aria-hidden="true"><use href="#bear"/></svg>
+  <div><h1>toki</h1><p>nothing is computed twice</p></div></div>
+ <nav class="views" aria-label="Views"><a href="#chat" id="to-chat">Chat</a>
+  <a href="#cache" id="to-cache">Cache</a></nav>
+ <button id="menu" class="line" aria-expanded="false"
+  aria-controls="talks">Menu</button>
+ <nav class="talks" id="talks" aria-label="Conversations">
+  <h2>Conversations <button class="small" id="new">New</button></h2>
+  <ul id="list"></ul></nav>
+ <div class="foot"><p class="soft"><span class="dot" id="dot"></span><span
+   id="engine">looking for the daemon</span></p>
+  <button class="small" id="theme">Theme</button>
+  <button class="small" id="export">Export</button>
+  <button class="small" id="import">Import</button>
+  <button class="small" id="keys">Keys</button>
+  <input type="file" id="file" accept="application/json,.json" hidden></div>
+</header>
+
+<main>
+<noscript><p class="trouble">This page needs its own script, which comes with it and
+loads nothing else. Without it, use <code>toki tui</code> or <code>toki
+status</code>.</p></noscript>
+<section id="chat" aria-label="Chat">
+ <header class="bar"><h2 id="title">New conversation</h2>
+  <label class="away" for="model">Model</label><select id="model"></select>
+  <button class="line" id="tune">Settings</button></header>
+ <div id="scroll" tabindex="0" aria-label="Messages"><div id="messages"></div></div>
+ <div class="dock"><form class="composer" id="composer">
+  <label class="away" for="box">Message</label>
+  <textarea id="box" rows="1" placeholder="Write to the model"></textarea>
+  <div class="row"><fieldset class="modes" id="modes"><legend class="away">How
+    to ask</legend>
+   <label><input type="radio" name="mode" value="cached" checked>Cached</label>
+   <label><input type="radio" name="mode" value="raw">Raw</label>
+   <label><input type="radio" name="mode" value="compare">Compare</label></fieldset>
+   <span id="hint"></span>
+   <button class="main" id="send">Send</button>
+   <button class="main" id="stop" type="button" hidden>Stop</button></div>
+ </form></div>
+</section>
+
+<section id="cache" aria-label="Cache" hidden>
+ <div class="figures" id="figures"></div>
+ <div class="notice" id="locked" hidden><span>The timeline in real time, reasons and
+  buttons need this machine's token.</span>
+  <button class="line" id="unlock">Enter token</button></div>
+ <section aria-labelledby="h-forest"><div class="head"><h2 id="h-forest">What is
+   held</h2><p id="forest-say"></p><button class="line" id="warm">Warm a
+   beginning</button></div>
+  <div class="forest" id="forest"></div></section>
+ <section aria-labelledby="h-lanes"><div class="head"><h2 id="h-lanes">The last two
+   minutes</h2><p id="legend"></p></div>
+  <div class="lanes" id="lanes"></div></section>
+ <section aria-labelledby="h-asks"><div class="head"><h2 id="h-asks">Asks</h2>
+   <p>Choose one to see what it computed, and why.</p></div>
+  <div id="why" tabindex="-1" hidden></div>
+  <div class="sideways"><table class="asks"><thead><tr><th scope="col">Ask</th>
+   <th scope="col">When</th><th scope="col">Mode</th><th scope="col">Reused</th>
+   <th scope="col" class="fig">Tokens</th><th scope="col" class="fig">First token</th>
+   <th scope="col" class="fig">Whole</th><th scope="col">Decided</th></tr></thead>
+   <tbody id="asks"></tbody></table></div></section>
+</section>
+</main>
+<div class="away" role="status" aria-live="polite" id="say"></div>
+
+<dialog id="login" aria-labelledby="h-login"><form method="dialog">
+ <h2 id="h-login">This needs the token</h2>
+ <p class="soft">It stands in the file <span class="mono">token</span> of toki's state
+  folder, which only you can read. The page forgets it when this tab closes.</p>
+ <label>Token<input id="token" type="password" autocomplete="off" required></label>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Unlock</button></div></form></dialog>
+
+<dialog id="tuning" aria-labelledby="h-tune"><form method="dialog">
+ <h2 id="h-tune">This conversation</h2>
+ <label>Title<input id="p-title" maxlength="120"></label>
+ <label>System prompt<textarea id="p-system"></textarea></label>
+ <div class="grid"><label>Temperature<input id="p-temperature" type="number" min="0"
+   max="5" step="any" placeholder="the engine's"></label>
+  <label>Top p<input id="p-top_p" type="number" min="0" max="1" step="any"
+   placeholder="the engine's"></label>
+  <label>Most tokens<input id="p-max_tokens" type="number" min="1" step="1"
+   placeholder="no limit"></label>
+  <label>Seed<input id="p-seed" type="number" min="0" step="1"
+   placeholder="random"></label></div>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Keep</button></div></form></dialog>
+
+<dialog id="warming" aria-labelledby="h-warm"><form method="dialog">
+ <h2 id="h-warm">Warm a beginning</h2>
+ <p class="soft">toki computes it now, keeps it pinned on the shelf, and every
+  conversation that begins with it starts there.</p>
+ <label>System prompt<textarea id="w-text" required></textarea></label>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes">Warm it</button></div></form></dialog>
+
+<dialog id="sure" aria-labelledby="h-sure"><form method="dialog">
+ <h2 id="h-sure"></h2><p class="soft" id="sure-text"></p>
+ <div class="row end"><button class="line" type="button" value="no">Cancel</button>
+  <button class="main" value="yes" id="sure-yes"></button></div></form></dialog>
+
+<dialog id="help" aria-labelledby="h-help"><form method="dialog">
+ <h2 id="h-help">Keys</h2>
+ <dl><dt><kbd>Enter</kbd></dt><dd>send; <kbd>Shift</kbd> <kbd>Enter</kbd> for a new
+   line</dd><dt><kbd>Esc</kbd></dt><dd>stop the reply</dd><dt><kbd>/</kbd></dt>
+   <dd>to the message box</dd><dt><kbd>n</kbd></dt><dd>new conversation</dd>
+   <dt><kbd>c</kbd>
+   <kbd>m</kbd></dt><dd>chat, cache</dd><dt><kbd>1</kbd> <kbd>2</kbd> <kbd>3</kbd></dt>
+   <dd>cached, raw, compare</dd><dt><kbd>t</kbd></dt><dd>light, dark, as the
+   system</dd></dl>
+ <p class="soft">Letters and digits count outside of text fields.</p>
+ <div class="row end"><button class="main" value="yes">Close</button></div>
+</form></dialog>
+
+<script>
+"use strict";
+/* --- words --- */
+const $ = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+function fill(node, props, kids) {
+  for (const [name, value] of Object.entries(props || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "text") node.textContent = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "wide") node.style.setProperty("flex-grow", value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...kids.flat().filter((kid) => kid !== null && kid !== undefined));
+  return node;
+}
+const el = (tag, props, ...kids) => fill(document.createElement(tag), props, kids);
+const svg = (tag, props, ...kids) =>
+  fill(document.createElementNS(SVG, tag), props, kids);
+const num = (n) => n === null || n === undefined ? "?" : n.toLocaleString("en");
+const many = (n, word) => `${num(n)} ${word}${n === 1 ? "" : "s"}`;
+function ms(x) {
+  if (x === null || x === undefined) return "?";
+  if (x < 10) return `${x.toFixed(1)} ms`;
+  if (x < 1000) return `${Math.round(x)} ms`;
+  if (x < 60000) return `${(x / 1000).toFixed(1)} s`;
+  if (x < 3600000) return `${Math.floor(x / 60000)} min ${Math.round(x / 1000) % 60} s`;
+  return `${Math.floor(x / 3600000)} h ${Math.round(x / 60000) % 60} min`;
+}
+function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let i = 0;
+  for (; n >= 1024 && i < 4; i++) n /= 1024;
+  return `${i ? n.toFixed(1) : n} ${units[i]}`;
+}
+function age(s) {
+  if (s === null || s === undefined) return "never used";
+  if (s < 60) return `${Math.max(0, Math.round(s))} s ago`;
+  if (s < 5400) return `${Math.round(s / 60)} min ago`;
+  if (s < 172800) return `${Math.round(s / 3600)} h ago`;
+  return `${Math.round(s / 86400)} d ago`;
+}
+const say = (text) => { $("say").textContent = text; };
+function kept(name) {
+  try { return localStorage.getItem(name); } catch { return null; }
+}
+function keep(name, value) {
+  try {
+    if (value === null) localStorage.removeItem(name);
+    else localStorage.setItem(name, value);
+    return true;
+  } catch (error) {
+    say(`The browser keeps nothing more: ${error.message}. Export, then remove some.`);
+    return false;
+  }
+}
+
+/* --- the daemon --- */
+let token = null;
+function readFragment() {
+  const found = /^#token=(.+)$/.exec(location.hash);
+  if (!found) return;
+  token = decodeURIComponent(found[1]);
+  history.replaceState(null, "", location.pathname + "#chat");
+  try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
+}
+try { token = sessionStorage.getItem("toki.token"); } catch { /* not kept */ }
+readFragment();
+
+class Refused extends Error {
+  constructor(status, message) { super(message); this.status = status; }
+}
+/* A dialog's answer: true when its main button was used. */
+function asked(dialog) {
+  return new Promise((done) => {
+    dialog.returnValue = "";
+    dialog.addEventListener("close", () => done(dialog.returnValue === "yes"),
+      { once: true });
+    dialog.showModal();
+  });
+}
+for (const button of document.querySelectorAll("dialog button[value=no]")) {
+  button.addEventListener("click", () => button.closest("dialog").close("no"));
+}
+let login = null;
+function askToken() {
+  login = login || (async () => {
+    $("token").value = "";
+    const yes = await asked($("login"));
+    login = null;
+    if (!yes || !$("token").value.trim()) return false;
+    token = $("token").value.trim();
+    try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
+    return true;
+  })();
+  return login;
+}
+/* A response that is fine; asks for the token where one is needed, unless `quiet`. */
+async function call(path, { body, signal, quiet } = {}) {
+  for (;;) {
+    const headers = {};
+    if (token) headers.Authorization = "Bearer " + token;
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const used = token;
+    const reply = await fetch(path, { method: body === undefined ? "GET" : "POST",
+      headers, signal, cache: "no-store",
+      body: body === undefined ? undefined : JSON.stringify(body) });
+    if (reply.ok) return reply;
+    const locked = reply.status === 401 && !quiet;
+    if (locked && (used !== token || await askToken())) continue;
+    let words = `${reply.status} ${reply.statusText}`;
+    try { words = (await reply.json()).error.message || words; } catch { /* no JSON */ }
+    throw new Refused(reply.status, words);
+  }
+}
+const ask = async (path, options) => (await call(path, options)).json();
+async function* events(reply) {
+  const reader = reply.body.getReader(), decoder = new TextDecoder();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).trimStart()).join("\n");
+        if (data && data !== "[DONE]") yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/* --- markdown: text nodes and a few elements, nothing that text can name --- */
+const FORMATTED = 20000;      // a longer block is shown as it came
+function inline(text) {
+  const out = [];
+  let plain = "", i = 0;
+  const dead = {};            // marks without a partner further on
+  const flush = () => { if (plain) { out.push(plain); plain = ""; } };
+  const closes = (mark, from) => {
+    if (dead[mark]) return -1;
+    const at = text.indexOf(mark, from);
+    if (at < 0) dead[mark] = true;
+    return at;
+  };
+  while (i < text.length) {
+    const c = text[i];
+    if (c === "\\" && /[\\`*_{}[\]()#+\-.!~|>]/.test(text[i + 1] || "")) {
+      plain += text[i + 1]; i += 2; continue;
+    }
+    if (c === "`") {
+      const mark = /^`+/.exec(text.slice(i, i + 8))[0];
+      const end = closes(mark, i + mark.length);
+      if (end > 0) {
+        flush();
+        out.push(el("code", { text: text.slice(i + mark.length, end).trim() }));
+        i = end + mark.length; continue;
+      }
+      plain += mark; i += mark.length; continue;
+    }
+    const strong = text.startsWith("**", i) ? "**" : text.startsWith("~~", i) ? "~~"
+      : c === "*" || c === "_" ? c : "";
+    const inWord = /\w/.test(text[i - 1] || "");
+    if (strong && /\S/.test(text[i + strong.length] || "") && !(c === "_" && inWord)) {
+      const end = closes(strong, i + strong.length + 1);
+      if (end > 0 && /\S/.test(text[end - 1]) && end - i < 2000
+          && !(c === "_" && /\w/.test(text[end + 1] || ""))) {
+        flush();
+        const tag = strong === "**" ? "strong" : strong === "~~" ? "s" : "em";
+        out.push(el(tag, null, inline(text.slice(i + strong.length, end))));
+        i = end + strong.length; continue;
+      }
+    }
+    if (c === "[" || (c === "!" && text[i + 1] === "[")) {
+      const link = /^!?\[([^\]\n]{0,500})\]\(([^()\s]{1,2000})(?: "[^"\n]{0,200}")?\)/
+        .exec(text.slice(i, i + 2800));
+      if (link) {
+        flush();
+        out.push(anchor(link[2], link[1] || link[2]));
+        i += link[0].length; continue;
+      }
+    }
+    if (c === "h" && !inWord) {
+      const url = /^https?:\/\/[^\s<>"'`\])]{2,2000}/.exec(text.slice(i, i + 2010));
+      if (url) {
+        const address = url[0].replace(/[.,;:!?]+$/, "");
+        flush();
+        out.push(anchor(address, address));
+        i += address.length; continue;
+      }
+    }
+    plain += c; i++;
+  }
+  flush();
+  return out;
+}
+/* Only http(s) becomes a link; pictures are never fetched, they become links too. */
+function anchor(address, text) {
+  let url = null;
+  try { url = new URL(address); } catch { /* relative, or no address */ }
+  if (!url || !/^https?:$/.test(url.protocol)) return `${text} (${address})`;
+  return el("a", { href: url.href, rel: "noopener noreferrer nofollow",
+    target: "_blank", text });
+}
+const KEYWORDS = new Set(("and as assert async await break case catch class const " +
+  "continue def default del do elif else enum except export extends false False fi " +
+  "finally fn for foreach from func function global if impl import in interface is " +
+  "lambda let match mut namespace new nil None not null or package pass private " +
+  "public raise return self static struct super switch template then this throw " +
+  "trait true True try type typeof union use using var void where while with yield " +
+  "SELECT FROM WHERE INSERT UPDATE DELETE JOIN ORDER GROUP BY LIMIT").split(" "));
+const CODE = new RegExp([/(\/\/[^\n]*|#[^\n]*|--[ ][^\n]*|\/\*[^]*?\*\/)/,
+  /("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|`[^`]*`)/, /(\b\d[\w.]*\b)/,
+  /([A-Za-z_]\w*)/].map((part) => part.source).join("|"), "g");
+function code(text) {
+  if (text.length > FORMATTED) return [text];
+  const out = [];
+  let at = 0;
+  for (const m of text.matchAll(CODE)) {
+    const kind = m[1] ? "c" : m[2] ? "s" : m[3] ? "n" : KEYWORDS.has(m[4]) ? "k" : "";
+    if (!kind) continue;
+    out.push(text.slice(at, m.index), el("span", { class: kind, text: m[0] }));
+    at = m.index + m[0].length;
+  }
+  out.push(text.slice(at));
+  return out;
+}
+function codeBlock(text, language) {
+  return el("div", { class: "block" },
+    el("pre", { tabindex: "0", "aria-label": `Code ${language}` },
+      el("code", null, code(text))),
+    el("button", { class: "small", type: "button", text: "Copy",
+      onclick: (event) => copy(text, event.currentTarget) }));
+}
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch { button.textContent = "Not allowed"; }
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+/* [{source, build}]: pieces of a text that stand alone. */
+function blocks(text) {
+  const lines = text.split("\n"), out = [];
+  let i = 0;
+  const push = (from, build) => out.push({ source: lines.slice(from, i).join("\n"),
+    build });
+  const other = /^\s{0,3}(```|~~~|#{1,6}\s|>|([-*+]|\d{1,9}[.)])\s+\S)/;
+  while (i < lines.length) {
+    const line = lines[i], from = i;
+    const fence = /^\s{0,3}(```+|~~~+)\s*([\w+#.-]*)/.exec(line);
+    if (!line.trim()) { i++; continue; }
+    if (fence) {
+      const body = [];
+      for (i++; i < lines.length && !lines[i].trim().startsWith(fence[1]); i++) {
+        body.push(lines[i]);
+      }
+      i++;
+      push(from, () => codeBlock(body.join("\n"), fence[2]));
+    } else if (/^#{1,6}\s/.test(line)) {
+      i++;
+      const level = Math.min(5, 2 + /^#+/.exec(line)[0].length);
+      const words = line.replace(/^#+\s*|\s*#+\s*$/g, "");
+      push(from, () => el("h" + level, null, inline(words)));
+    } else if (/^\s{0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) {
+      i++;
+      push(from, () => el("hr"));
+    } else if (/^\s*>/.test(line)) {
+      while (i < lines.length && /^\s*>/.test(lines[i])) i++;
+      const inner = lines.slice(from, i).map((x) => x.replace(/^\s*>\s?/, ""))
+        .join("\n");
+      push(from, () => el("blockquote", null, inline(inner)));
+    } else if (/^\s*([-*+]|\d{1,9}[.)])\s+\S/.test(line)) {
+      while (i < lines.length && (/^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i])
+          || (/^\s{2,}\S/.test(lines[i])))) i++;
+      const own = lines.slice(from, i);
+      push(from, () => list(own));
+    } else if (line.includes("|") && /^[\s|:-]*-[\s|:-]*$/.test(lines[i + 1] || "")
+        && lines[i + 1].includes("|")) {
+      while (i < lines.length && lines[i].includes("|")) i++;
+      const own = lines.slice(from, i);
+      push(from, () => tableOf(own));
+    } else {
+      i++;
+      while (i < lines.length && lines[i].trim() && !other.test(lines[i])) i++;
+      const own = lines.slice(from, i).join("\n");
+      const breaks = (part) => typeof part !== "string" ? [part]
+        : part.split(/(?: {2,}|\\)\n/).flatMap((x, k) => k ? [el("br"), x] : [x]);
+      push(from, () => el("p", null, inline(own).flatMap(breaks)));
+    }
+  }
+  return out;
+}
+function list(lines) {
+  const deep = (line) => /^\s*/.exec(line)[0].length;
+  const item = /^\s*([-*+]|\d{1,9}[.)])\s/;
+  const base = deep(lines[0]), ordered = /^\s*\d/.test(lines[0]);
+  const root = el(ordered ? "ol" : "ul", ordered
+    ? { start: parseInt(lines[0].trim(), 10) } : null);
+  for (let i = 0; i < lines.length;) {
+    const own = [lines[i].replace(/^\s*([-*+]|\d{1,9}[.)])\s+/, "")], inner = [];
+    for (i++; i < lines.length && deep(lines[i]) > base; i++) {
+      if (inner.length || item.test(lines[i])) inner.push(lines[i]);
+      else own.push(lines[i].trim());
+    }
+    root.append(el("li", null, inline(own.join("\n")),
+      inner.length && base < 24 ? list(inner) : null));
+  }
+  return root;
+}
+function tableOf(lines) {
+  const cells = (line, tag) => el("tr", null, line.trim().replace(/^\||\|$/g, "")
+    .split("|").map((cell) => el(tag, null, inline(cell.trim()))));
+  return el("div", { class: "scroll" }, el("table", null,
+    el("thead", null, cells(lines[0], "th")),
+    el("tbody", null, lines.slice(2).map((line) => cells(line, "td")))));
+}
+/* Draws into `node` only the blocks that changed since the last time. */
+function render(node, text) {
+  const old = node.blocks || [], now = blocks(text);
+  now.forEach((block, i) => {
+    if (old[i] && old[i].source === block.source) { block.node = old[i].node; return; }
+    block.node = block.source.length > FORMATTED
+      ? el("p", { class: "long", text: block.source }) : block.build();
+    if (old[i]) old[i].node.replaceWith(block.node);
+    else node.append(block.node);
+  });
+  for (const gone of old.slice(now.length)) gone.node.remove();
+  node.blocks = now;
+}
+
+/* --- word diff: [same | less | more, text] --- */
+const WORDS = /\s+|[\p{L}\p{N}_'’]+|[^\s\p{L}\p{N}_]/gu;
+const words = (text) => text.match(WORDS) || [];
+function wordDiff(a, b) {
+  const x = words(a), y = words(b), out = [];
+  const put = (kind, part) => {
+    if (!part) return;
+    const last = out[out.length - 1];
+    if (last && last[0] === kind) last[1] += part;
+    else out.push([kind, part]);
+  };
+  let from = 0, p = x.length, q = y.length;
+  while (from < p && from < q && x[from] === y[from]) from++;
+  while (p > from && q > from && x[p - 1] === y[q - 1]) { p--; q--; }
+  put("same", x.slice(0, from).join(""));
+  const n = p - from, m = q - from, wide = m + 1;
+  if (n * m > 4e6) {          // too large a table: shown as one replacement
+    put("less", x.slice(from, p).join(""));
+    put("more", y.slice(from, q).join(""));
+  } else {
+    const best = new Uint16Array((n + 1) * wide);
+    for (let i = n - 1; i >= 0; i--) {
+      for (let j = m - 1; j >= 0; j--) {
+        best[i * wide + j] = x[from + i] === y[from + j]
+          ? best[(i + 1) * wide + j + 1] + 1
+          : Math.max(best[(i + 1) * wide + j], best[i * wide + j + 1]);
+      }
+    }
+    let i = 0, j = 0;
+    while (i < n || j < m) {
+      if (i < n && j < m && x[from + i] === y[from + j]) {
+        put("same", x[from + i]); i++; j++;
+      } else if (j >= m || (i < n
+          && best[(i + 1) * wide + j] >= best[i * wide + j + 1])) {
+        put("less", x[from + i++]);
+      } else put("more", y[from + j++]);
+    }
+  }
+  put("same", x.slice(p).join(""));
+  return out;
+}
+const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
+  || kind === only).map(([kind, text]) => kind === "same" ? text
+  : el(kind === "less" ? "del" : "ins", { text }));
+
+/* --- the cache line --- */
+const SOURCES = { resident: "from its slot", fork: "copied from another slot",
+  shelf: "from the shelf", none: "nothing to reuse" };
+function meter(reused, computed) {
+  return el("div", { class: "meter", role: "img",
+    "aria-label": `${num(reused)} tokens reused, ${num(computed)} computed` },
+  el("i", { class: "r", wide: reused || 0, "data-none": !reused }),
+  el("i", { class: "x", wide: computed || 0, "data-none": !computed }));
+}
+function cacheLine(cache) {
+  if (!cache) return el("div", { class: "cacheline", text: "no figures came with it" });
+  return el("div", { class: "cacheline", "data-ask": cache.ask },
+    meter(cache.reused_tokens, cache.computed_tokens),
+    el("div", { class: "fig" }, el("b", { text: num(cache.prompt_tokens) }),
+      " tokens in, ", el("b", { class: "green", text: num(cache.reused_tokens) }),
+      " reused, ", el("b", { class: "clay", text: num(cache.computed_tokens) }),
+    " computed; first token ", el("b", { text: ms(cache.ttft_ms) }), ", whole turn ",
+    el("b", { text: ms(cache.total_ms) })),
+    el("div", null, cache.mode === "raw" ? cache.why
+      : `${cache.mode}, ${SOURCES[cache.source] || cache.source}: ${cache.why}`, " ",
+    el("button", { type: "button", text: `ask ${cache.ask}`,
+      "aria-label": `Why ask ${cache.ask}`,
+      onclick: () => { location.hash = `#cache/${cache.ask}`; } })));
+}
+
+/* --- conversations, kept in this browser --- */
+const talks = new Map();
+let here = null, running = null;
+for (let i = 0; i < 1e4; i++) {
+  let name = null;
+  try { name = localStorage.key(i); } catch { break; }
+  if (name === null) break;
+  if (!name.startsWith("toki.talk.")) continue;
+  try {
+    const talk = JSON.parse(kept(name));
+    if (sound(talk)) talks.set(talk.id, talk);
+  } catch { /* not ours */ }
+}
+function sound(talk) {
+  return talk && typeof talk.id === "string" && typeof talk.title === "string"
+    && Array.isArray(talk.messages) && talk.messages.every((m) => m
+      && typeof m.text === "string" && (m.role === "user" || m.role === "assistant"));
+}
+const fresh = () => ({ id: crypto.getRandomValues(new Uint32Array(3)).join("-"),
+  title: "", at: Date.now(), system: "", params: {}, messages: [] });
+function store(talk) {
+  talk.at = Date.now();
+  talks.set(talk.id, talk);
+  keep("toki.talk." + talk.id, JSON.stringify(talk));
+  drawList();
+}
+const named = (talk) => talk.title || (talk.messages.length
+  ? talk.messages[0].text.trim().slice(0, 60) : "") || "New conversation";
+function drawList() {
+  const sorted = [...talks.values()].sort((a, b) => b.at - a.at);
+  $("list").replaceChildren(...sorted.map((talk) => el("li",
+    { "data-here": talk === here },
+    el("button", { text: named(talk), "aria-current": talk === here ? "true" : null,
+      onclick: () => { open(talk); location.hash = "#chat"; } }),
+    el("button", { class: "small", text: "Remove",
+      "aria-label": `Remove ${named(talk)}`, onclick: () => remove(talk) }))));
+}
+async function sure(title, text, yes) {
+  $("h-sure").textContent = title;
+  $("sure-text").textContent = text;
+  $("sure-yes").textContent = yes;
+  return asked($("sure"));
+}
+async function remove(talk) {
+  if (!await sure("Remove this conversation?", named(talk), "Remove")) return;
+  if (running && running.talk === talk) running.abort.abort();
+  talks.delete(talk.id);
+  keep("toki.talk." + talk.id, null);
+  if (talk === here) open(fresh());
+  drawList();
+}
+function open(talk) {
+  here = talk;
+  $("rail").removeAttribute("data-open");
+  drawList();
+  drawChat();
+}
+function exportAll() {
+  const data = JSON.stringify({ schema: 1, toki: "conversations",
+    conversations: [...talks.values()] }, null, 1);
+  const link = el("a", { download: "toki-conversations.json",
+    href: URL.createObjectURL(new Blob([data], { type: "application/json" })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  say(`${many(talks.size, "conversation")} exported`);
+}
+async function importAll(file) {
+  try {
+    const data = JSON.parse(await file.text());
+    const good = (data.conversations || []).filter(sound);
+    for (const talk of good) {
+      talk.params = talk.params || {};
+      talks.set(talk.id, talk);
+      keep("toki.talk." + talk.id, JSON.stringify(talk));
+    }
+    drawList();
+    say(`${many(good.length, "conversation")} imported`);
+  } catch (error) {
+    await sure("This file cannot be imported", error.message, "Close");
+  }
+}
+
+/* --- chat --- */
+const HINTS = { cached: "reuses every token that is known",
+  raw: "computes everything again: the honest baseline",
+  compare: "asks twice, side by side, with a word diff" };
+const mode = () => document.querySelector("[name=mode]:checked").value;
+const setMode = (name) => {
+  document.querySelector(`[name=mode][value=${name}]`).checked = true;
+  $("hint").textContent = HINTS[name];
+};
+class View {
+  constructor(message, talk, index) {
+    Object.assign(this, { message, talk, index, drawn: {} });
+    this.node = el("article", { class: `message ${message.role}`,
+      "aria-label": message.role === "user" ? "You" : "Reply" });
+    this.draw();
+  }
+  busy() { return running && running.message === this.message; }
+  draw() {
+    const { message, node } = this;
+    node.replaceChildren(this.header());
+    if (message.role === "user") {
+      node.append(el("div", { class: "said", text: message.text }));
+      return;
+    }
+    this.parts = message.raw ? [message.raw, message] : [message];
+    this.slots = this.parts.map((part, i) => {
+      const place = el("section", { "aria-label": message.raw
+        ? i ? "Cached" : "Raw" : "Text" });
+      if (message.raw) {
+        place.append(el("h3", null, el("b", { text: i ? "Cached" : "Raw" }),
+          i ? ", what is known is reused" : ", everything computed"));
+      }
+      const slot = { place, body: el("div"), foot: el("div") };
+      place.append(slot.body, slot.foot);
+      return slot;
+    });
+    node.append(el("div", { class: message.raw ? "pair" : "" },
+      this.slots.map((slot) => slot.place)));
+    this.tail = el("div");
+    node.append(this.tail);
+    this.update();
+  }
+  header() {
+    const { message, talk, index } = this, user = message.role === "user";
+    const tool = (text, act) => el("button", { class: "small", type: "button", text,
+      onclick: act });
+    const tools = el("div", { class: "tools" });
+    if (!this.busy()) {
+      tools.append(tool("Copy", (e) => copy(message.text, e.currentTarget)));
+      if (user) tools.append(tool("Edit", () => this.edit()));
+      else tools.append(tool("Retry", () => rerun(talk, index)));
+    }
+    return el("header", null, el("b", { text: user ? "You" : "toki" }),
+      message.model ? el("span", { text: message.model }) : null, tools);
+  }
+  edit() {
+    const box = el("textarea", { rows: "4", "aria-label": "Edit your message" });
+    box.value = this.message.text;
+    const done = () => this.draw();
+    const send = () => {
+      if (!box.value.trim() || running) return;
+      this.talk.messages.splice(this.index);
+      submit(this.talk, box.value);
+    };
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); done(); }
+      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
+    });
+    this.node.replaceChildren(this.header(), box, el("div", { class: "row end" },
+      el("button", { class: "line", type: "button", text: "Cancel", onclick: done }),
+      el("button", { class: "main", type: "button", text: "Send", onclick: send })));
+    box.focus();
+  }
+  update() {
+    const { message } = this, busy = this.busy();
+    this.parts.forEach((part, i) => {
+      const slot = this.slots[i];
+      if (part.thinking && !slot.thought) {
+        slot.thought = el("div");
+        slot.details = el("details", { class: "thought", open: busy && !part.text },
+          el("summary", { text: "Thinking" }), slot.thought);
+        slot.body.append(slot.details);
+      }
+      if (part.thinking && slot.said !== part.thinking) {
+        slot.thought.textContent = slot.said = part.thinking;
+      }
+      if (part.text && !slot.prose) {
+        slot.prose = el("div", { class: "said prose" });
+        slot.body.append(slot.prose);
+        if (slot.details) slot.details.removeAttribute("open");
+      }
+      if (slot.prose) render(slot.prose, part.text);
+      const foot = part.error ? el("div", { class: "trouble", text: part.error })
+        : part.cache ? cacheLine(part.cache)
+          : part.stopped ? el("div", { class: "cacheline", text: "stopped" })
+            : busy && part.state && !part.text
+              ? el("div", { class: "wait", text: part.state }) : "";
+      slot.foot.replaceChildren(foot);
+    });
+    if (message.verdict) this.tail.replaceChildren(verdict(message));
+  }
+}
+const CLASSES = { identical: ["Identical", "every character is the same"],
+  whitespace: ["Same words", "only blanks differ"],
+  "restore-noise": ["Other words, same content",
+    "as any change of batch shapes brings on this machine"],
+  substantive: ["Different content",
+    "figures, names, code, negations or the end differ"] };
+function verdict(message) {
+  const found = message.verdict;
+  const [name, text] = CLASSES[found.class] || [found.class, ""];
+  const parts = wordDiff(message.raw.text, message.text);
+  return el("div", { class: "verdict", "data-class": found.class },
+    el("strong", { text: name }), ` ${text} `,
+    el("span", { class: "soft", text: found.first_difference === null
+      ? `(${found.class})`
+      : `(${found.class}, first at character ${num(found.first_difference)})` }),
+    found.class === "identical" ? null : el("div", { class: "words" }, marked(parts)));
+}
+let views = [];
+function drawChat() {
+  $("title").textContent = named(here);
+  const pairs = here.messages.some((m) => m.raw);
+  $("messages").className = pairs ? "wide" : "";
+  views = here.messages.map((m, i) => new View(m, here, i));
+  $("messages").replaceChildren(...views.length ? views.map((v) => v.node) : [empty()]);
+  $("send").hidden = Boolean(running);
+  $("stop").hidden = !running;
+  $("scroll").scrollTop = $("scroll").scrollHeight;
+}
+function empty() {
+  return el("div", { class: "empty" },
+    svg("svg", { class: "breath", role: "img", "aria-label": "toki, a bear with a "
+      + "recycling sign on its belly" }, svg("use", { href: "#bear" })),
+    el("h2", { text: "What was read once is not read again" }),
+    el("p", { text: "Write something. Under each reply stands what the engine computed "
+      + "for it, and what it did not have to." }));
+}
+let pending = false;
+function refresh(message) {
+  if (pending) return;
+  pending = true;
+  requestAnimationFrame(() => {
+    pending = false;
+    const view = views.find((v) => v.message === message);
+    if (!view) return;
+    const area = $("scroll");
+    const low = area.scrollHeight - area.scrollTop - area.clientHeight < 80;
+    view.update();
+    if (low) area.scrollTop = area.scrollHeight;
+  });
+}
+function submit(talk, text) {
+  talk.messages.push({ role: "user", text });
+  reply(talk);
+}
+function rerun(talk, index) {
+  if (running) return;
+  talk.messages.splice(index);
+  reply(talk);
+}
+/* What goes to the daemon; both arms of a comparison get the same seed. */
+function request(talk, upTo, how, seed) {
+  const messages = upTo.map((m) => ({ role: m.role, content: m.text }));
+  if (talk.system) messages.unshift({ role: "system", content: talk.system });
+  const body = { messages, stream: true, return_progress: true,
+    stream_options: { include_usage: true }, toki: { mode: how }, ...talk.params };
+  if ($("model").value) body.model = $("model").value;
+  if (seed !== undefined && body.seed === undefined) body.seed = seed;
+  return body;
+}
+async function stream(part, body, message, signal) {
+  part.state = "waiting";
+  refresh(message);
+  try {
+    for await (const event of events(await call("/v1/chat/completions",
+      { body, signal }))) {
+      if (event.error) throw new Refused(0, event.error.message);
+      const progress = event.prompt_progress;
+      if (progress) {
+        part.state = `reading ${num(progress.processed)} of `
+          + `${num(progress.total)} tokens`;
+      }
+      const note = event.toki;
+      if (note && note.waiting_for) {
+        part.state = `waiting for ${note.waiting_for}`
+          + (note.estimate_ms ? `, about ${ms(note.estimate_ms)} more` : "");
+      }
+      for (const choice of event.choices || []) {
+        const delta = choice.delta || {};
+        if (delta.reasoning_content) {
+          part.thinking = (part.thinking || "") + delta.reasoning_content;
+        }
+        if (delta.content) part.text += delta.content;
+      }
+      if (event.cache) part.cache = event.cache;
+      refresh(message);
+    }
+  } catch (error) {
+    if (signal.aborted) part.stopped = true;
+    else part.error = error instanceof Refused ? error.message
+      : `The connection broke: ${error.message}`;
+  }
+  delete part.state;
+  return !part.error && !part.stopped;
+}
+async function reply(talk) {
+  const how = mode(), upTo = talk.messages.slice();
+  const message = { role: "assistant", text: "", model: $("model").value };
+  if (how === "compare") message.raw = { text: "" };
+  talk.messages.push(message);
+  running = { talk, message, abort: new AbortController() };
+  const { signal } = running.abort;
+  store(talk);
+  if (talk === here) drawChat();
+  const seed = how === "compare" ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1
+    : undefined;
+  try {
+    const run = (part, name) =>
+      stream(part, request(talk, upTo, name, seed), message, signal);
+    if (how !== "compare") await run(message, how);
+    else if (await run(message.raw, "raw") && await run(message, "cached")) {
+      message.verdict = await ask("/toki/diff",
+        { body: { a: message.raw.text, b: message.text } });
+    }
+  } catch (error) {
+    message.error = error.message;
+  }
+  running = null;
+  if (talks.has(talk.id)) store(talk);
+  const place = $("scroll").scrollTop;
+  if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
+  const c = message.cache;
+  say(message.error || (c ? `Reply complete. ${num(c.reused_tokens)} of `
+    + `${num(c.prompt_tokens)} tokens reused.` : "Reply stopped."));
+}
+const nearEnd = (place) =>
+  $("scroll").scrollHeight - place - $("scroll").clientHeight < 400;
+async function loadModels() {
+  try {
+    const found = (await ask("/v1/models")).data.map((m) => m.id);
+    const chosen = kept("toki.model");
+    $("model").replaceChildren(...found.map((id) => el("option", { value: id, text: id,
+      selected: id === chosen })));
+  } catch { setTimeout(loadModels, 4000); }
+}
+const PARAMS = ["temperature", "top_p", "max_tokens", "seed"];
+async function tune() {
+  const talk = here;
+  $("p-title").value = named(talk);
+  $("p-system").value = talk.system || "";
+  for (const name of PARAMS) $("p-" + name).value = talk.params[name] ?? "";
+  if (!await asked($("tuning"))) return;
+  const title = $("p-title").value.trim();
+  talk.title = title === named({ ...talk, title: "" }) ? "" : title;
+  talk.system = $("p-system").value;
+  talk.params = {};
+  for (const name of PARAMS) {
+    const text = $("p-" + name).value.trim();
+    if (text && isFinite(text)) talk.params[name] = Number(text);
+  }
+  if (talk.messages.length) store(talk);
+  $("title").textContent = named(talk);
+}
+
+/* --- cache view: state --- */
+let state = null, late = 0, listening = false, chosen = null;
+async function look() {
+  try {
+    state = await ask("/toki/state", { quiet: true });
+    late = Date.now() / 1000 - state.now;
+  } catch (error) {
+    state = null;
+    $("dot").removeAttribute("data-ok");
+    $("engine").textContent = error.status === 401 ? "locked: it needs the token"
+      : "the daemon does not answer";
+    if (error.status === 401 && await askToken()) { look(); loadModels(); }
+    return;
+  }
+  const e = state.engine, ok = e.state === "ready";
+  $("dot").toggleAttribute("data-ok", ok);
+  $("engine").textContent = ok ? `${e.n_slots} slots of ${num(e.n_ctx)} tokens`
+    : `engine ${e.state}${e.trouble ? ": " + e.trouble : ""}`;
+  if ($("cache").hidden) return;
+  drawFigures();
+  drawForest();
+  drawAsks();
+  drawLanes();
+}
+function drawFigures() {
+  const c = state.counters, rate = state.rates.prefill_ms_per_token;
+  const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
+  const digits = share > 99 || share < 10 ? 1 : 0;
+  const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
+    "of prompt tokens were reused"],
+  [num(c.reused_tokens), "tokens not computed again"],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
+  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
+    `less to compute, over ${many(c.asks, "ask")}`]];
+  $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
+    el("b", { class: "fig", text: figure }), el("span", { text }))));
+}
+
+/* --- cache view: what is held, as branches --- */
+const ROW = 52;
+function drawForest() {
+  const list = [], runs = [], slots = new Map(), snaps = new Map();
+  for (const s of state.slots) slots.set(`slot ${s.slot}`, s);
+  for (const s of state.shelf.snapshots) snaps.set(`snap ${s.id}`, s);
+  const walk = (run, parent) => {
+    const first = list.length, me = { run, parent, ends: [], kids: [] };
+    runs.push(me);
+    for (const name of run.holders) me.ends.push(list.push({ name, me }) - 1);
+    for (const child of run.children) me.kids.push(walk(child, me));
+    me.count = list.length - first;
+    /* The run that most share goes on straight; the others branch off. */
+    const main = me.kids.sort((a, b) => b.count - a.count
+      || b.run.tokens - a.run.tokens)[0];
+    me.y = main ? main.y : ((first + list.length) / 2) * ROW;
+    return me;
+  };
+  for (const run of state.forest) walk(run, null);
+  const idle = state.slots.filter((s) =>
+    !list.some((x) => x.name === `slot ${s.slot}`));
+  const key = JSON.stringify([state.forest, state.slots.map((s) => [s.busy, s.tokens]),
+    [...snaps.values()].map((s) => [s.id, s.pinned, s.label, s.uses]),
+    $("forest").clientWidth]);
+  const shared = runs.filter((r) => r.count > 1).reduce((n, r) => n + r.run.tokens
+    * (r.count - 1), 0);
+  const busy = many(list.filter((x) => slots.has(x.name)).length, "slot");
+  const shelf = state.shelf.on
+    ? `${bytes(state.shelf.disk)} of ${bytes(state.shelf.budget)}` : "the shelf is off";
+  const once = shared ? ` ${num(shared)} tokens are the same again, drawn once.` : "";
+  $("forest-say").textContent = list.length
+    ? `${busy} and ${many(snaps.size, "snapshot")} (${shelf}).${once}` : "Nothing yet.";
+  if (drawForest.key === key) return;
+  drawForest.key = key;
+  const wide = Math.max(90, $("forest").clientWidth - 16);
+  const w = Math.round(wide > 700 ? wide - 352 : wide * 0.41), high = list.length * ROW;
+  const most = Math.max(1, ...runs.map((r) => r.run.from + r.run.tokens));
+  for (const r of runs) {      // no run is too short to be seen
+    const at = (t) => Math.pow(t / most, 0.62) * w;
+    r.x0 = r.parent ? r.parent.x1 : 0;
+    r.x1 = Math.max(at(r.run.from + r.run.tokens), r.x0 + Math.min(44, w / 9));
+  }
+  const fit = (w - 34) / Math.max(1, ...runs.map((r) => r.x1));
+  const lines = [], dots = [], texts = [];
+  for (const r of runs) {
+    const common = r.count > 1, x0 = 12 + r.x0 * fit, x1 = 12 + r.x1 * fit;
+    const thick = common ? Math.min(w < 300 ? 12 : 22, 5 + 3 * r.count) : 5;
+    const target = r.y;
+    const bend = r.parent ? Math.min(44, x1 - x0 - 2) : 0;
+    const d = r.parent && r.parent.y !== target
+      ? `M${x0} ${r.parent.y}C${x0 + bend * 0.55} ${r.parent.y} ${x0 + bend * 0.45} `
+        + `${target} ${x0 + bend} ${target}H${x1}` : `M${x0} ${target}H${x1}`;
+    lines.unshift(svg("path", { d, fill: "none", "stroke-width": thick,
+      "stroke-linecap": "round", stroke: common ? "var(--reuse)" : "var(--edge)" }));
+    if (common) {
+      for (const row of r.ends) {
+        const y = (row + 0.5) * ROW;
+        lines.unshift(svg("path", { fill: "none", stroke: "var(--reuse)",
+          "stroke-width": 3, d: `M${x1 - 2} ${r.y}C${x1 + 8} ${r.y} ${x1 + 2} ${y} `
+            + `${x1 + 14} ${y}` }));
+        dots.push([list[row].name, x1 + 14, y]);
+      }
+    } else for (const row of r.ends) dots.push([list[row].name, x1, (row + 0.5) * ROW]);
+    if (!common && r.ends.length > 1) continue;
+    const room = x1 - x0 - bend;
+    if (room > (common ? 90 : 52)) {
+      texts.push(svg("text", { x: x0 + bend + 6, y: target - thick / 2 - 5,
+        class: common ? "loud" : null,
+        text: num(r.run.tokens) + (common ? ` shared by ${r.count}` : "") }));
+    }
+  }
+  const marks = dots.map(([name, cx, cy]) => slots.has(name)
+    ? svg("circle", { cx, cy, r: 6.5, stroke: "var(--paper)", "stroke-width": 2,
+      fill: slots.get(name).busy ? "var(--compute)" : "var(--reuse)" })
+    : svg("rect", { x: cx - 6, y: cy - 6, width: 12, height: 12, rx: 2,
+      stroke: "var(--paper)", "stroke-width": 2, fill: "var(--move)" }));
+  const forks = runs.filter((r) => r.count > 1);
+  const picture = svg("svg", { viewBox: `0 0 ${w} ${Math.max(1, high)}`, width: w,
+    height: Math.max(1, high), role: "img", "data-forks": forks.length,
+    "aria-label": forks.map((r) => `${num(r.run.tokens)} tokens shared by ${r.count} `
+      + "holders").join("; ") || "no shared beginnings" }, lines, texts, marks);
+  const holders = list.map(({ name }) => slots.has(name) ? slotRow(slots.get(name))
+    : snaps.has(name) ? snapRow(snaps.get(name)) : el("li", { text: name }));
+  $("forest").replaceChildren(picture, el("ul", { "aria-label": "Holders" }, holders));
+  if (idle.length) {
+    $("forest").append(el("p", { class: "soft", text: "Empty: " + idle.map((s) =>
+      `slot ${s.slot}`).join(", ") }));
+  }
+}
+function slotRow(s) {
+  return el("li", null, el("span", { class: "mark" + (s.busy ? " busy" : "") }),
+    el("div", null, `Slot ${s.slot}`, el("p", { class: "fig",
+      text: `${many(s.tokens, "token")}, ${s.busy ? s.busy > 0 ? `ask ${s.busy} runs`
+        : "being saved" : age(s.idle_s)}` })));
+}
+function snapRow(s) {
+  const verb = (word, text) => el("button", { class: "small", text,
+    "aria-label": `${text} ${s.label || s.sort}, ${many(s.size, "token")}`,
+    onclick: () => act(word, { ref: String(s.id) }) });
+  return el("li", null, el("span", { class: "mark snap" }),
+    el("div", null, (s.label || `Saved ${s.sort}`)
+      + (s.pinned ? ", pinned" : ""),
+      el("p", { class: "fig", text: `${many(s.size, "token")}, `
+        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
+          : "unused yet"}` })),
+    verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
+}
+async function act(verb, body) {
+  try {
+    const done = await ask("/toki/cache/" + verb, { body });
+    say(`${verb}: ` + Object.entries(done).map(([k, v]) => `${k} ${v}`).join(", "));
+  } catch (error) {
+    await sure(`${verb} did not work`, error.message, "Close");
+  }
+  await look();
+  listen();
+}
+async function warm() {
+  $("w-text").value = here.system || "";
+  if (!await asked($("warming"))) return;
+  const messages = [{ role: "system", content: $("w-text").value }];
+  await act("warm", { ask: { messages } });
+}
+
+/* --- cache view: timeline --- */
+const SPAN = 120, live = new Map();
+async function listen() {
+  if (listening || $("cache").hidden) return;
+  listening = true;
+  try {
+    const reply = await call("/toki/events", { quiet: true });
+    $("locked").hidden = true;
+    for await (const event of events(reply)) heard(event);
+  } catch (error) {
+    if (error.status === 401) $("locked").hidden = false;
+  }
+  listening = false;
+  live.clear();
+  if ($("locked").hidden) setTimeout(listen, 3000);
+}
+let stale = null;
+function heard(event) {
+  if (event.event === "start") live.set(event.slot, { ...event, ready: 0 });
+  else if (event.event === "prefill") {
+    const one = live.get(event.slot);
+    if (one) {
+      one.first = one.first || event.at;
+      one.ready = event.ready;
+      if (one.prompt_tokens && event.ready >= one.prompt_tokens) {
+        one.computed = one.computed || event.at;
+      }
+    }
+  } else if (event.event === "done") {
+    for (const [slot, one] of live) if (one.ask === event.ask) live.delete(slot);
+    if (state && !state.recent.some((r) => r.ask === event.ask)) {
+      state.recent.push(event);
+    }
+  } else if (event.event === "engine") live.clear();
+  if (event.event !== "prefill" && event.event !== "beat" && !stale) {
+    stale = setTimeout(() => { stale = null; look(); }, 150);
+  }
+}
+const PHASES = [["waiting", "var(--line)"], ["heads and moves", "var(--move)"],
+  ["prefill", "var(--compute)"], ["decode", "var(--decode)"]];
+$("legend").append(...PHASES.map(([name, colour]) => {
+  const swatch = el("i");
+  swatch.style.setProperty("background", colour);
+  return el("span", { class: "key" }, swatch, name);
+}));
+/* [start s, [ms of each phase]] of a finished or running ask. */
+function phases(row, now) {
+  if (row.event === "start") {
+    const first = (row.first || now) - row.at, done = (row.computed || now) - row.at;
+    return [row.at, [0, Math.max(0, first * 1000), Math.max(0, (done - first) * 1000),
+      row.computed ? (now - row.computed) * 1000 : 0]];
+  }
+  const whole = row.total_ms || 0, wait = Math.min(whole, row.queued_ms || 0);
+  const move = Math.min(whole - wait, row.moved_ms || 0);
+  const first = row.ttft_ms === null ? whole : Math.min(whole, row.ttft_ms);
+  const prefill = Math.max(0, first - wait - move);
+  return [row.at - whole / 1000, [wait, move, prefill,
+    Math.max(0, whole - wait - move - prefill)]];
+}
+function drawLanes() {
+  if (!state || $("cache").hidden) return;
+  const w = Math.max(200, $("lanes").clientWidth - 26), lane = 26, left = 52;
+  const now = Date.now() / 1000 - late, begin = now - SPAN;
+  const n = Math.max(1, state.slots.length), high = n * lane + 20;
+  const px = (t) => left + (w - left) * (t - begin) / SPAN;
+  const parts = [];
+  for (let i = 0; i < n; i++) {
+    parts.push(svg("text", { x: 0, y: i * lane + 17, text: `slot ${i}` }),
+      svg("line", { x1: left, x2: w, y1: i * lane + 13, y2: i * lane + 13,
+        stroke: "var(--line)" }));
+  }
+  for (let s = 0; s <= SPAN; s += 30) {
+    parts.push(svg("text", { x: px(now - s), y: high - 2,
+      "text-anchor": s ? "middle" : "end", text: s ? `${s} s` : "now" }));
+  }
+  let shown = 0;
+  for (const row of [...state.recent, ...live.values()]) {
+    if (row.slot === null || row.slot < 0 || row.slot >= n) continue;
+    const [start, lengths] = phases(row, now);
+    const total = lengths.reduce((a, b) => a + b, 0) / 1000;
+    if (start + total < begin) continue;
+    shown++;
+    let t = start;
+    lengths.forEach((length, i) => {
+      const x0 = Math.max(left, px(t)), x1 = px(t += length / 1000);
+      if (!length || x1 <= left) return;
+      parts.push(svg("rect", { x: x0, y: row.slot * lane + 5, rx: 2, height: 16,
+        width: Math.max(1.5, x1 - x0), fill: PHASES[i][1], "data-ask": row.ask,
+        onclick: () => { location.hash = `#cache/${row.ask}`; } },
+      svg("title", { text: `ask ${row.ask}: ${PHASES[i][0]} ${ms(length)}` })));
+    });
+  }
+  $("lanes").replaceChildren(svg("svg", { viewBox: `0 0 ${w} ${high}`, height: high,
+    role: "img", "aria-label": `${many(shown, "ask")} in the last two minutes; `
+      + "each is in the table below" }, parts));
+}
+setInterval(() => { if (live.size) drawLanes(); }, 120);
+setInterval(() => { if (!document.hidden) { drawLanes(); } }, 1000);
+setInterval(() => { if (!document.hidden) look(); }, 4000);
+
+/* --- cache view: asks and why --- */
+function drawAsks() {
+  const rows = state.recent.slice().reverse();
+  const key = rows.map((r) => r.ask).join() + "/" + chosen;
+  if (key === drawAsks.key) return;
+  drawAsks.key = key;
+  const held = document.activeElement?.dataset?.pick;
+  $("asks").replaceChildren(...rows.map((r) => el("tr",
+    { "data-here": r.ask === chosen },
+    el("td", null, el("button", { class: "small fig", text: `${r.ask}`,
+      "data-pick": r.ask, "aria-label": `Why ask ${r.ask}`,
+      onclick: () => { location.hash = `#cache/${r.ask}`; } })),
+    el("td", { text: new Date(r.at * 1000).toLocaleTimeString([],
+      { hour12: false }) }),
+    el("td", { text: r.status === "ok" ? r.mode : r.status }),
+    el("td", null, r.prompt_tokens === null ? "" : meter(r.reused_tokens,
+      r.computed_tokens)),
+    el("td", { class: "fig", text: r.prompt_tokens === null ? ""
+      : `${num(r.reused_tokens)} of ${num(r.prompt_tokens)}` }),
+    el("td", { class: "fig", text: r.ttft_ms === null ? "" : ms(r.ttft_ms) }),
+    el("td", { class: "fig", text: ms(r.total_ms) }),
+    el("td", { text: r.why, title: r.why }))));
+  if (!rows.length) {
+    $("asks").append(el("tr", null, el("td", { colspan: "8", class: "soft",
+      text: "No ask yet." })));
+  }
+  if (held) document.querySelector(`[data-pick="${held}"]`)?.focus();
+}
+async function showWhy(number) {
+  chosen = number;
+  $("why").hidden = false;
+  $("why").replaceChildren(el("p", { class: "soft", text: `Reading ask ${number}` }));
+  let w = null;
+  try { w = await ask(`/toki/why/${number}`); } catch (error) {
+    if (chosen === number) {
+      $("why").replaceChildren(el("h3", { text: `Ask ${number}` }),
+        el("p", { text: error.message }));
+    }
+    return;
+  }
+  if (chosen !== number) return;
+  listen();
+  const pair = (name, value) => value === "" || value === null || value === undefined
+    ? [] : [el("dt", { text: name }), el("dd", { text: value })];
+  const like = w.like_ask > 0 ? `ask ${w.like_ask}, until token ${num(
+    w.first_differing_token)}, in ${w.section}` : "";
+  const parts = [el("h3", { text: `Ask ${number}`
+    + (w.class === "none" ? "" : `: ${w.class}`) }), el("dl", null,
+    pair("Reused", `${num(w.reused_tokens)} of ${num(w.prompt_tokens)} tokens`),
+    pair("Decided", w.plan), pair("Most like", like),
+    pair("Lost", w.lost_tokens_estimate ? `~${many(w.lost_tokens_estimate, "token")}`
+      + (w.lost_ms_estimate ? `, ~${ms(w.lost_ms_estimate)}` : "") : ""),
+    pair("Taken by", w.evicted_by ? `ask ${w.evicted_by}` : ""),
+    pair("What helps", w.remedy))];
+  if (w.mine || w.theirs) {
+    const diff = wordDiff(w.theirs, w.mine);
+    const box = (name, kind) => el("div", null, el("h3", { class: "soft", text: name }),
+      el("pre", { tabindex: "0" }, (kind === "less" ? w.theirs : w.mine)
+        ? marked(diff, kind) : "(nothing: it ended there)"));
+    parts.push(el("div", { class: "texts" }, box("Before", "less"),
+      box("Now", "more")));
+  }
+  parts.push(el("button", { class: "small", text: "Close", onclick: () => {
+    location.hash = "#cache"; } }));
+  $("why").replaceChildren(...parts);
+  $("why").focus({ preventScroll: true });
+  $("why").scrollIntoView({ block: "nearest" });
+}
+
+/* --- views, theme, keys --- */
+function route() {
+  readFragment();
+  const [view, number] = location.hash.slice(1).split("/");
+  const cache = view === "cache";
+  $("chat").hidden = cache;
+  $("cache").hidden = !cache;
+  for (const [id, on] of [["to-chat", !cache], ["to-cache", cache]]) {
+    if (on) $(id).setAttribute("aria-current", "page");
+    else $(id).removeAttribute("aria-current");
+  }
+  document.title = cache ? "toki, cache" : "toki";
+  if (!cache) return;
+  look().then(listen);
+  if (/^\d+$/.test(number || "")) showWhy(Number(number));
+  else { chosen = null; $("why").hidden = true; }
+}
+const THEMES = ["light dark", "light", "dark"];
+function theme(next) {
+  const now = Math.max(0, THEMES.indexOf(kept("toki.theme") || THEMES[0]));
+  const name = THEMES[next ? (now + 1) % 3 : now];
+  document.documentElement.style.setProperty("color-scheme", name);
+  const words = `Theme: ${name === THEMES[0] ? "as the system" : name}`;
+  $("theme").title = words;
+  $("theme").setAttribute("aria-label", words);
+  if (next) { keep("toki.theme", name); say(words); }
+}
+function grow() {
+  const box = $("box");
+  box.style.setProperty("height", "auto");
+  box.style.setProperty("height", `${Math.min(box.scrollHeight, innerHeight * 0.4)}px`);
+}
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("box").value;
+  if (!text.trim() || running) return;
+  $("box").value = "";
+  grow();
+  submit(here, text);
+});
+$("box").addEventListener("input", grow);
+$("box").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("composer").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => {
+  running?.abort.abort();
+  $("box").focus();
+});
+$("modes").addEventListener("change", () => setMode(mode()));
+$("model").addEventListener("change", () => keep("toki.model", $("model").value));
+$("new").addEventListener("click", startNew);
+$("tune").addEventListener("click", tune);
+$("theme").addEventListener("click", () => theme(true));
+$("export").addEventListener("click", exportAll);
+$("import").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", () => {
+  if ($("file").files[0]) importAll($("file").files[0]);
+  $("file").value = "";
+});
+$("keys").addEventListener("click", () => asked($("help")));
+$("warm").addEventListener("click", warm);
+$("unlock").addEventListener("click", async () => {
+  if (await askToken()) { $("locked").hidden = true; listen(); }
+});
+$("menu").addEventListener("click", () => {
+  const open = $("rail").toggleAttribute("data-open");
+  $("menu").setAttribute("aria-expanded", String(open));
+});
+$("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  location.hash = "#chat";
+  setTimeout(() => $("box").focus());
+});
+function startNew() {
+  open(fresh());
+  location.hash = "#chat";
+  setTimeout(() => $("box").focus());
+}
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) {
+    running.abort.abort();
+    return;
+  }
+  if (event.ctrlKey || event.metaKey || event.altKey
+      || document.querySelector("dialog[open]")
+      || /^(input|textarea|select)$/i.test(event.target.tagName)
+      && event.target.type !== "radio") return;
+  const go = (view) => () => { location.hash = view; };
+  const keys = { "/": () => { go("#chat")(); setTimeout(() => $("box").focus()); },
+    n: startNew, c: go("#chat"), m: go("#cache"),
+    1: () => setMode("cached"), 2: () => setMode("raw"), 3: () => setMode("compare"),
+    t: () => theme(true), "?": () => asked($("help")) };
+  if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+});
+addEventListener("hashchange", route);
+addEventListener("resize", () => { if (state && !$("cache").hidden) { drawForest();
+  drawLanes(); } });
+theme(false);
+setMode("cached");
+open(fresh());
+route();
+look();
+loadModels();
+</script>
+</body>
+</html>
+"""
+
+
+# ============================================================================
+# 0. WEB - a second door to a running daemon, with TLS, for browsers.
+#    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
+#    offers: Front, tls_context, serve_web, run_web.
+#
+#    The door has the gateway's own rules (host, origin, token, routes) and passes on
+#    what they let in; the daemon then applies its own.  Bound to an address that others
+#    can reach it asks for the token on every route but the page itself.
+# ============================================================================
+_NOT_PASSED = frozenset((
+    "host", "origin", "referer", "connection", "keep-alive", "te", "trailer", "upgrade",
+    "transfer-encoding", "content-length", "content-encoding", "accept-encoding",
+    "expect", "proxy-authorization", "proxy-connection"))
+
+
+class Front(Gateway):
+    "The gateway's doorkeeping in front of a daemon at `behind`; `page` is its own."
+
+    def __init__(self, behind: tuple, config: Config, token: str, page: str,
+                 edges: Edges = REAL, page_file: str = ""):
+        self.behind, self.config, self.token, self.edges = behind, config, token, edges
+        self.page, self.page_file = page, page_file
+
+    def _check_key(self, x: Exchange, route: Route) -> None:
+        if is_loopback(self.config.host):
+            return                       # the daemon behind asks for it where it must
+        super()._check_key(x, route)
+
+    def _answer(self, x: Exchange, route: Route) -> None:
+        if route.handler == "page":
+            if self.page_file:
+                self.page = self.edges.disk.read_text(self.page_file)
+            self._page(x)
+            return
+        up = self._open(x)
+        try:
+            self._pass_on(x, up)
+        finally:
+            up.close()
+
+    def _open(self, x: Exchange) -> Upstream:
+        "The same request to the daemon, on a connection of its own."
+        headers = {k: v for k, v in x.headers.items() if k not in _NOT_PASSED
+                   and not k.startswith(("sec-", "access-control-"))}
+        query = urllib.parse.urlencode(x.query, doseq=True)
+        body = x.body()
+        try:
+            conn = self.edges.net.connect(*self.behind, 10)
+            conn.request(x.method, urllib.parse.quote(x.asked, safe="/{}:%")
+                         + ("?" + query if query else ""), body or None, headers)
+            conn.sock.settimeout(None)
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineGone(f"no toki answers at {self.behind[0]}:{self.behind[1]}: "
+                             f"{error}", "`toki up` starts one", retry_s=2) from None
+        return Upstream(conn, self.edges)
+
+    def _pass_on(self, x: Exchange, up: Upstream) -> None:
+        "Bytes as they come; when the client leaves, the daemon learns of it at once."
+        while True:
+            ready = up.wait(x.watched(), 5.0)
+            if x.sock in ready and x.gone():
+                raise ClientGone()
+            if up not in ready:
+                continue
+            if not up.status:
+                up.head()
+                kind = up.header("Content-Type")
+                more = {k: up.header(k) for k in ("Retry-After", "X-Toki-Ask")
+                        if up.header(k)}
+                if not kind.startswith("text/event-stream"):
+                    x.send(up.status, up.read_all(), kind or "application/json", more)
+                    return
+                x.begin(more)
+            data = up.read()
+            if not data:
+                x.end()
+                return
+            x.write(data)
+
+
+def tls_context(cert: str, key: str = "") -> ssl.SSLContext:
+    "From PEM files (one may hold both); UsageError when they cannot be used."
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key or None, lambda: "")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{cert}{' with ' + key if key else ''} cannot be used for "
+                         f"TLS: {error}", "PEM files are needed: --tls-cert with "
+                         "certificate and key, or --tls-cert and --tls-key, without a "
+                         "passphrase") from None
+    return context
+
+
+def run_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
+            say: Callable[[str], None], tls: Optional[ssl.SSLContext] = None,
+            page_file: str = "") -> None:
+    "Serve, show the page and wait for Ctrl-C (or a signal that ends programs)."
+    stop = threading.Event()
+    edges.proc.on_signal(("SIGINT", "SIGTERM", "SIGHUP"), stop.set)
+    server, url = serve_web(config, where, edges, behind, page, tls, page_file)
+    say(f"toki's page: {url}, until Ctrl-C")
+    _show(url, where, edges, say)
+    while not stop.wait(0.5):
+        pass
+    server.shutdown()
+    server.server_close()
+    edges.disk.remove(where.file("open.html"))
+
+
+def serve_web(config: Config, where: Places, edges: Edges, behind: tuple, page: str,
+              tls: Optional[ssl.SSLContext] = None, page_file: str = "") -> tuple:
+    """(server, its URL): the second door, open on config.host and config.port.
+
+    `behind` is the daemon's (host, port).  Raises UsageError for an address or port
+    that cannot be served."""
+    token = local_token(edges, where, create=False)
+    if not is_loopback(config.host):
+        if tls is None and not config.allow_plain:
+            raise UsageError(f"{config.host} is no loopback address and this is plain "
+                             "HTTP", "give --tls-cert, or --allow-plain on if the "
+                             "network is yours")
+        if not token:
+            raise UsageError(f"there is no token in {where.state}, so nobody could be "
+                             f"let in from {config.host}", "`toki up` makes one")
+    front = Front(behind, config, token, page, edges, page_file)
+    try:
+        server = FastServer(config.host, config.port, front, config.max_body_mb << 20,
+                            config.max_connections, tls)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {config.host}:{config.port}: "
+                         f"{error.strerror or error}",
+                         "another program has the port; give another --port") from None
+    threading.Thread(target=server.serve_forever, name="toki-web",
+                     kwargs={"poll_interval": 0.05}, daemon=True).start()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http{'s' if tls else ''}://{host}:{server.server_port}/"
+    return server, url
+
+
+def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> None:
+    """Open the browser, on a terminal.  Arguments are visible to every user of the
+    machine, so the token reaches it through a file that only its owner can read."""
+    path, token = where.file("open.html"), local_token(edges, where, create=False)
+    if edges.term.is_tty() and token:
+        target = url + "#token=" + urllib.parse.quote(token)
+        edges.disk.write(path, (
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" '
+            f'content="0;url={target}"><title>toki</title>').encode())
+        if edges.proc.browse("file://" + urllib.parse.quote(path.replace(os.sep, "/"))):
+            return
+    say(f"where it asks for the token: the file {where.file('token')}")
+
+
+# ============================================================================
 # 36. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
@@ -16649,7 +23209,7 @@ def cmd_serve(c: Context) -> int:
         engine = Engine("http://127.0.0.1:8080", config.engine_key, edges)
     else:
         plan, config = _managed_plan(c)
-    Daemon(config, where, edges, engine, plan).run()
+    Daemon(config, where, edges, engine, plan, PAGE).run()
     return 0
 
 
@@ -16935,14 +23495,23 @@ def cmd_model_list(c: Context) -> int:
 
 
 @_command(_arg("name", nargs="?", default="", help="a model's name; the active one"),
-          _JSON, settings=_MODEL_SETTINGS, group="model")
+          _JSON, settings=_RUN_SETTINGS, group="model")
 def cmd_model_show(c: Context) -> int:
     """Show what a model's header and its registration say."""
     registry = read_registry(c.config, c.where, c.edges)
     if not c.ns.name and not registry.active:
         raise UsageError("no model is active", "name one of `toki model list`")
-    doc = model_doc(registry.need(c.ns.name or registry.active), registry, c.edges)
-    c.say(json.dumps(doc, indent=1) if c.ns.json else model_text(doc))
+    entry = registry.need(c.ns.name or registry.active)
+    facts = inspect_model(entry_paths(entry, registry, c.edges), c.edges)
+    config, _ = entry_setup(entry, registry, c.config, c.edges)
+    plan = None
+    try:
+        plan = plan_memory(facts, detect_memory(c.edges, config.engine_bin),
+                           wishes_of(config))
+    except TokiError as error:
+        c.edges.term.err(f"memory: {error.message}")
+    c.say(json.dumps(model_doc(entry, registry, c.edges, plan), indent=1)
+          if c.ns.json else model_text(entry, registry, c.edges, plan))
     return 0
 
 
@@ -17031,6 +23600,44 @@ def model_install_llama(c: Context) -> int:
 
 _command(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
          name="install-llama")(model_install_llama)
+
+
+@_command(_arg("--port", type=int, default=7778, help="port of the page; 7778"),
+          _arg("--host", default="127.0.0.1", help="address of the page; 127.0.0.1"),
+          _arg("--tls-cert", default="", metavar="PEM",
+               help="serve HTTPS: certificate, or certificate and key"),
+          _arg("--tls-key", default="", metavar="PEM", help="the certificate's key"),
+          _arg("--url", default="", help="a toki elsewhere, http://HOST:PORT"),
+          _arg("--page", default="", metavar="FILE",
+               help="show this file instead, read anew for each visit"),
+          settings=("state_dir", "allow_plain", "allow_hosts", "allow_origins",
+                    "max_body_mb", "max_connections", "log_level"))
+def cmd_web(c: Context) -> int:
+    """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
+    if c.ns.tls_key and not c.ns.tls_cert:
+        raise UsageError("--tls-key without --tls-cert", "give the certificate too")
+    target = urllib.parse.urlsplit(c.ns.url)
+    if c.ns.url and (target.scheme != "http" or not target.hostname):
+        raise UsageError(f"{c.ns.url!r} is no http://HOST:PORT", "give --url so")
+    record = running_daemon(c.where, c.edges)
+    behind = (target.hostname, target.port or 80) if c.ns.url else \
+        (record["host"], record["port"]) if record else (c.config.host, c.config.port)
+    if not c.edges.net.port_taken(*behind):
+        raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
+                         "`toki up` starts one")
+    tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
+    start_logging(c.edges, None, c.config.log_level)
+    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
+    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
+            PAGE, c.say, tls, page_file)
+    return 0
+
+
+@_command(settings=())
+def cmd_page(c: Context) -> int:
+    """Print the web page."""
+    c.say(PAGE)
+    return 0
 
 
 @_command(_JSON)
@@ -17213,6 +23820,175 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
     return row
 
 
+# ---- faces on the terminal ---------------------------------------------------------
+_URL = _arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
+            "token comes from TOKI_TOKEN")
+
+
+def _front(c: Context) -> tuple:
+    "(URL, token) of the daemon that a face shows: --url, or the one that runs here."
+    if c.ns.url:
+        return c.ns.url, c.edges.proc.environment().get("TOKI_TOKEN", "")
+    record = running_daemon(c.where, c.edges)
+    host = record["host"] if record else c.config.host
+    port = record["port"] if record else c.config.port
+    return f"http://{host}:{port}", local_token(c.edges, c.where, create=False)
+
+
+def _wire(c: Context) -> ChatWire:
+    limit = {"max_tokens": c.ns.max_tokens} if c.ns.max_tokens else {}
+    return ChatWire(*_front(c), c.edges, limit)
+
+
+def _system_text(c: Context) -> str:
+    "The system prompt: --system names a file, or is the text itself."
+    given = c.ns.system
+    path = c.edges.disk.absolute(given) if given and "\n" not in given else ""
+    with contextlib.suppress(OSError, ValueError):
+        if path and c.edges.disk.is_file(path):
+            return c.edges.disk.read_text(path)
+    return given
+
+
+_SYSTEM = _arg("--system", default="", metavar="FILE|TEXT", help="system prompt")
+_MOST = _arg("--max-tokens", type=int, default=0, help="longest reply, in tokens")
+
+
+@_command(_arg("--mode", choices=MODES, default="cached", help="how to ask at first"),
+          _SYSTEM, _MOST, _arg("--wheel", action="store_true", help="scroll by the "
+          "mouse wheel; the terminal then selects text with Shift held"),
+          _arg("--forget", action="store_true", help="remove the prompts it remembers"),
+          _URL, settings=(*_SEEN_SETTINGS, "history"))
+def cmd_tui(c: Context) -> int:
+    """Chat in the terminal: raw, cached, or both side by side."""
+    history = c.where.file("tui-history.json")
+    if c.ns.forget:
+        c.edges.disk.remove(history)
+        c.say("the prompts of earlier chats are forgotten")
+        return 0
+    if not c.edges.term.interactive():
+        return chat_lines(_wire(c), c.edges, c.ns.mode, _system_text(c))
+    return run_chat(_wire(c), c.edges, mode=c.ns.mode, system=_system_text(c),
+                    history=history if c.config.history else "", wheel=c.ns.wheel)
+
+
+@_command(_arg("--once", action="store_true", help="one picture, as plain text"),
+          _JSON, _URL)
+def cmd_top(c: Context) -> int:
+    """Watch slots, shared beginnings, shelf and asks."""
+    front = Engine(*_front(c), c.edges)
+
+    def ask() -> dict:
+        return dict(front.json("GET", "/toki/state", timeout=10))
+    if c.ns.json:
+        c.say(json.dumps(ask(), indent=1))
+        return 0
+    return run_top(ask, c.edges, c.ns.once)
+
+
+@_command(_arg("prompt", help="what to ask; - reads it from the standard input"),
+          _SYSTEM, _MOST, _JSON, _URL)
+def cmd_diff(c: Context) -> int:
+    """Ask raw and cached, at temperature 0, and show how the replies differ."""
+    prompt = "".join(c.edges.term.lines()) if c.ns.prompt == "-" else c.ns.prompt
+    if not prompt.strip():
+        raise UsageError("there is nothing to ask", "toki diff 'a question'")
+    system = _system_text(c)
+    messages = [{"role": "system", "content": system}] if system else []
+    raw, cached = _wire(c).ask_both([*messages, {"role": "user", "content": prompt}])
+    d = compare_replies(raw.text, cached.text)
+    if c.ns.json:
+        c.say(json.dumps({
+            "class": d.kind, "first_difference_char": d.at_char,
+            "first_difference_word": d.at_word,
+            **{a.cost.mode: {"text": a.text, "thoughts": a.thoughts,
+                             **{k: v for k, v in a.cost._asdict().items()
+                                if k != "mode"}} for a in (raw, cached)}},
+            indent=1, ensure_ascii=False))
+        return 0
+    term = c.edges.term
+    depth = style_depth(c.edges.proc.environment(), term.is_tty())
+    for line in diff_lines(raw, cached, term.columns()):
+        c.say(line_paint(line, depth, term.speaks_unicode()).rstrip())
+    return 0
+
+
+class _ModelHere(NamedTuple):
+    name: str
+    file: str
+    ctx: int
+    active: bool
+
+
+def _models_here(c: Context) -> list:
+    "The model in use and those that toki fetched."
+    active = str(json.loads(c.edges.disk.read_text(c.where.file("active.json"))
+                            or "{}").get("model") or "")
+    files = [os.path.join(c.where.models, n)
+             for n in c.edges.disk.listing(c.where.models) if n.endswith(".gguf")]
+    return [_ModelHere(re.sub(r"\.gguf$", "", os.path.basename(f)), f, 0, f == active)
+            for f in dict.fromkeys([active, *files]) if f]
+
+
+def _fresh(c: Context) -> Config:
+    "The settings as file and variables say now."
+    return load_config({}, c.edges.proc.environment(),
+                       c.edges.disk.read_text(c.where.config_file))
+
+
+def _save_setting(c: Context, name: str, value: str) -> None:
+    "Write one setting to the settings file; UsageError for a value that does not fit."
+    text = with_setting(c.edges.disk.read_text(c.where.config_file), name, value)
+    load_config({}, {}, text)
+    c.edges.disk.write(c.where.config_file, text.encode())
+
+
+def _use_model(c: Context, name: str, ctx: int) -> None:
+    "Serve another model, or the same with another context."
+    model = next(m for m in _models_here(c) if m.name == name)
+    if running_daemon(c.where, c.edges):
+        stack_down(c.where, c.edges, c.say)
+    config = _as_before(c)
+    stack_up(config.but(model=model.file, ctx=ctx or config.ctx), c.where, c.edges,
+             False, c.say)
+
+
+def _as_before(c: Context) -> Config:
+    "The settings, with engine and model of the last start where they name none."
+    config = _fresh(c)
+    last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+    return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
+                      model=config.model or last.get("model") or "")
+
+
+def _hall(c: Context) -> Hall:
+    "What the launcher can cause here."
+    rooms = globals()                    # AGENTS may be left out of a build
+    agents = rooms.get("AGENTS", ())
+
+    def up() -> None:
+        stack_up(_as_before(c), c.where, c.edges, False, c.say)
+
+    def restart() -> None:
+        if running_daemon(c.where, c.edges):
+            stack_down(c.where, c.edges, c.say)
+        up()
+
+    def chat() -> int:
+        ns = argparse.Namespace(url="", max_tokens=0, system="", mode="cached",
+                                wheel=False, forget=False)
+        return cmd_tui(c._replace(ns=ns))
+    return Hall(agents, lambda a: rooms["agent_version"](a, c.edges),
+                lambda a: rooms["launch"](a, c, []), chat, lambda: _models_here(c),
+                lambda name, ctx: _use_model(c, name, ctx), c.state, up, restart,
+                lambda: _fresh(c), lambda name, value: _save_setting(c, name, value),
+                lambda: "")
+
+
+def _bare_toki(c: Context) -> int:
+    return run_launcher(_hall(c), c.edges)
+
+
 def _parser() -> argparse.ArgumentParser:
     "argparse's view of COMMANDS and SETTINGS."
     parser = argparse.ArgumentParser(
@@ -17262,11 +24038,15 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
                 stream.reconfigure(errors="replace")
     parser = _parser()
     ns = parser.parse_args(argv)
-    if not getattr(ns, "run_name", ""):
-        getattr(ns, "show_help", parser.print_help)()
+    if ns.command and not getattr(ns, "run_name", ""):
+        ns.show_help()
+        return 0
+    if not ns.command and not edges.term.interactive():
+        parser.print_help()
         return 0
     try:
-        return COMMANDS[ns.run_name].run(_context(ns, edges))
+        run = COMMANDS[ns.run_name].run if ns.command else _bare_toki
+        return run(_context(ns, edges))
     except TokiError as error:
         edges.term.err(f"toki: {error.message}")
         if error.hint:
