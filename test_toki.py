@@ -1764,6 +1764,7 @@ class House(Case):
                  "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
                  "FEED": {"threading"}, "PAGE": set(), "WEB": {"os", "threading"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
+                 "LAUNCH": set(), "WIRED": set(),
                  "DOCTOR": set(), "COMMANDS": {"os"}, "SCREEN": set(),
                  "CHAT": {"threading"}, "TOP": {"threading"}, "LAUNCHER": {"threading"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
@@ -5146,6 +5147,18 @@ class GatewayRoom(Case):
             self.assertIn("cache", events[-1])
             self.assertEqual(events[-1 - asked]["choices"][0]["finish_reason"], "length")
 
+    def test_the_client_is_first_to_leave(self):
+        "A launched Claude Code says X-Stainless-Timeout: its API_TIMEOUT_MS in seconds."
+        own = toki.load_config({}, {})
+        set_ = toki.load_config({"backend_timeout": "5"}, {})
+        for config, told, want in (
+                (own, {}, 1800), (own, {"x-stainless-timeout": "1800"}, 1860),
+                (own, {"x-stainless-timeout": "600"}, 1800),
+                (own, {"x-stainless-read-timeout": "7200.0"}, 7260),
+                (own, {"x-stainless-timeout": "soon"}, 1800),
+                (set_, {"x-stainless-timeout": "1800"}, 5)):
+            self.assertEqual(toki.allowed_silence_s(config, told), want, told)
+
     def test_progress_only_for_those_who_ask(self):
         c = Client(self.daemon(self.fake()))
         self.assertFalse([e for e in c.stream("a b c") if "prompt_progress" in e])
@@ -5800,6 +5813,488 @@ class Stack(Case):
         conn.request("POST", "/v1/chat/completions", body)
         self.assertEqual(conn.getresponse().status, 200)
         conn.close()
+
+
+# ============================================================================
+# AGENTS, LAUNCH, WIRED
+# ============================================================================
+def agent_facts(**more):
+    return toki.Facts(**dict({
+        "url": "http://127.0.0.1:8787", "token": "tok-Secret-7", "model": "m1",
+        "ctx": 65536, "max_output": 4096, "profile": "gpu", "folder": "/private"},
+        **more))
+
+
+class AgentsRoom(Case):
+    "What each agent is given for one launch."
+
+    def made(self, name, *extra, **more):
+        return toki.wiring(toki.find_name(name), agent_facts(**more), extra)
+
+    def settings(self, *extra, **more):
+        made = self.made("claude", *extra, **more)
+        return json.loads(made.files["settings.json"])
+
+    def test_all_sixteen_are_told_address_model_and_window(self):
+        self.assertEqual(len({a.name for a in toki.AGENTS}), 16)
+        for agent in toki.AGENTS:
+            with self.subTest(agent.name):
+                made = toki.wiring(agent, agent_facts(), ["more"])
+                text = json.dumps([made.argv, made.env, made.files])
+                self.assertEqual(made.argv[0], agent.binary)
+                self.assertEqual(made.argv[-1], "more")
+                self.assertIn("http://127.0.0.1:8787/"
+                              + ("anthropic" if agent.name == "claude" else "v1"), text)
+                self.assertIn("m1", text)
+                if agent.name not in ("grok", "hermes"):     # these ask /v1/models
+                    self.assertRegex(text, "65536|61440")
+                self.assertIn("tok-Secret-7", text)
+
+    def test_no_secret_is_an_argument(self):
+        for agent in toki.AGENTS:
+            for extra in ([], ["exec", "x"], ["agent", "x"]):
+                made = toki.wiring(agent, agent_facts(mcp="none", bare=True), extra)
+                self.assertNotIn("tok-Secret-7", " ".join(made.argv), agent.name)
+
+    def test_foreign_keys_are_taken_from_every_agent(self):
+        for agent in toki.AGENTS:
+            env = toki.wiring(agent, agent_facts()).env
+            for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "OPENAI_BASE_URL",
+                         "OPENROUTER_API_KEY", "GEMINI_API_KEY"):
+                self.assertIsNone(env[name], (agent.name, name))
+
+    def test_files_are_data_that_their_readers_can_read(self):
+        for agent in toki.AGENTS:
+            made = toki.wiring(agent, agent_facts(model='we"ird\\ näme'))
+            for name, text in made.files.items():
+                if name.endswith((".json", ".yml")):     # JSON is YAML too
+                    self.assertIn('we"ird\\ näme', json.dumps(
+                        json.loads(text), ensure_ascii=False).replace('\\"', '"')
+                        .replace("\\\\", "\\"), agent.name)
+
+    def test_claude_code(self):
+        env = self.settings()["env"]
+        self.assertEqual((env["ANTHROPIC_AUTH_TOKEN"], env["ANTHROPIC_API_KEY"]),
+                         ("tok-Secret-7", ""))
+        self.assertEqual(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], "65536")
+        self.assertEqual(env["ANTHROPIC_DEFAULT_HAIKU_MODEL"], "m1")
+        self.assertEqual(self.made("claude", "-p", "x").argv,
+                         ["claude", "--exclude-dynamic-system-prompt-sections",
+                          "--settings", "/private/settings.json", "--model", "m1",
+                          "-p", "x"])
+
+    def test_claude_timeouts(self):
+        names = ("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS")
+        for profile, given, want in (("cpu", 0, "1800000"), ("gpu", 0, None),
+                                     ("cpu", 77000, "77000"), ("gpu", 77000, "77000")):
+            env = self.settings(profile=profile, timeout_ms=given)["env"]
+            self.assertEqual([env.get(n) for n in names], [want] * 2, (profile, given))
+
+    def test_claude_extras(self):
+        self.assertIn("--bare", self.made("claude", bare=True).argv)
+        made = self.made("claude", mcp="none")
+        self.assertEqual(json.loads(made.files["mcp.json"]), {"mcpServers": {}})
+        at = made.argv.index("--mcp-config")
+        self.assertEqual(made.argv[at - 1:at + 2],
+                         ["--strict-mcp-config", "--mcp-config", "/private/mcp.json"])
+        argv = self.made("claude", effort="low").argv
+        self.assertEqual(argv[argv.index("--effort") + 1], "low")
+        plain = self.made("claude").argv
+        for flag in ("--bare", "--mcp-config", "--effort", "--tools"):
+            self.assertNotIn(flag, plain)
+        self.assertIn("--tools", self.made("claude", ctx=16384).argv)
+
+    def test_the_users_claude_settings_stay_under_ours(self):
+        own = {"permissions": {"deny": ["x"]}, "env": {
+            "MINE": "1", "ANTHROPIC_BASE_URL": "http://elsewhere"}}
+        for extra in (("--settings", json.dumps(own), "-p", "x"),
+                      ("--settings=" + json.dumps(own), "-p", "x")):
+            made = self.made("claude", *extra)
+            self.assertEqual(made.argv.count("--settings"), 1)
+            self.assertEqual(made.argv[-2:], ["-p", "x"])
+            got = json.loads(made.files["settings.json"])
+            self.assertEqual(got["permissions"], own["permissions"])
+            self.assertEqual((got["env"]["MINE"], got["env"]["ANTHROPIC_BASE_URL"]),
+                             ("1", "http://127.0.0.1:8787/anthropic"))
+        with self.assertRaises(toki.UsageError):
+            self.made("claude", "--settings", "[1]")
+
+    def test_arguments_that_would_undo_it_are_refused(self):
+        for name, extra in (("claude", ["--model", "opus"]), ("codex", ["-m", "gpt"]),
+                            ("codex", ["-c", "model_provider=openai"]),
+                            ("qwen", ["--model=x"]), ("droid", ["--settings", "f"]),
+                            ("pi", ["--provider", "x"]), ("cline", ["-k", "key"])):
+            with self.assertRaises(toki.UsageError, msg=(name, extra)) as caught:
+                self.made(name, *extra)
+            self.assertIn("'m1'", caught.exception.message)
+        self.made("claude", "-p", "say --model")
+
+    def test_forms_with_a_subcommand(self):
+        for name, extra, head in (
+                ("droid", ["exec", "x"], ["droid", "exec", "--settings"]),
+                ("droid", [], ["droid", "--settings"]),
+                ("openclaw", ["agent", "-m", "x"], ["openclaw", "agent", "--local"]),
+                ("openclaw", [], ["openclaw", "chat"]),
+                ("hermes", ["chat", "-q", "x"], ["hermes", "chat", "--provider"]),
+                ("dsh", [], ["dsh", "web", "--patch"]),
+                ("dsh", ["task"], ["dsh", "--profile", "headless"])):
+            if name == "openclaw" and extra:
+                with self.assertRaises(toki.UsageError):
+                    self.made(name, "agent", "--model", "other")
+            self.assertEqual(self.made(name, *extra).argv[:len(head)], head)
+
+    def test_codex_overrides_are_toml(self):
+        argv = self.made("codex").argv
+        pairs = dict(w.split("=", 1) for w in argv if "=" in w)
+        self.assertEqual(pairs["model"], '"m1"')
+        self.assertEqual(pairs["model_context_window"], "65536")
+        self.assertIn('wire_api="responses"', pairs["model_providers.toki"])
+        self.assertIn('requires_openai_auth=false', pairs["model_providers.toki"])
+
+    def test_npm_shims(self):
+        js = ('@ECHO off\r\n"%_prog%"  "%dp0%\\node_modules\\@scope\\tool\\cli.js" %*')
+        self.table((
+            ("js", js, "node_modules/@scope/tool/cli.js"),
+            ("exe", '"%dp0%\\node_modules\\tool\\bin\\tool.exe"   %*',
+             "node_modules/tool/bin/tool.exe"),
+            ("older npm", '"%~dp0\\node_modules\\t\\x.mjs" %*', "node_modules/t/x.mjs"),
+            ("no shim", "echo hello", "")), toki.shim_script)
+
+    def test_unknown_names_list_the_known(self):
+        self.assertEqual(toki.find_name("Claude Code").name, "claude")
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.find_name("nobody")
+        self.assertIn("opencode", caught.exception.hint)
+
+
+class FakeHome(toki.Disk):
+    "A disk whose `~` is a test's folder."
+
+    def __init__(self, home):
+        self.home = home
+
+    def absolute(self, path):
+        return path.replace("~", self.home, 1) if path.startswith("~") else path
+
+
+class LaunchCase(Case):
+    "A daemon, a home of its own, and an agent that only writes down what it was given."
+    AGENT = ("#!/bin/sh\nprintf '%s\\n' \"$@\" > \"$OUT/argv\"\nenv > \"$OUT/env\"\n"
+             "for f in \"$@\"; do case \"$f\" in */settings.json) cp -p \"$f\" "
+             "\"$OUT/\"; cp -p \"$(dirname \"$f\")\" -r \"$OUT/folder\";; esac; done\n"
+             "exit ${CODE:-0}\n")
+
+    def setUp(self):
+        if os.name == "nt":
+            self.skipTest("the stand-in is a shell script")
+        self.home, self.bin = self.folder(), self.folder()
+        self.said = []
+
+    def install(self, name):
+        path = os.path.join(self.bin, name)
+        with open(path, "w") as f:
+            f.write(self.AGENT)
+        os.chmod(path, 0o755)
+
+    def context(self, d, env=None, tty=False, **settings):
+        "What a command gets, beside daemon `d`."
+        case = self
+
+        class Proc(toki.Proc):
+            def environment(self):
+                return {"PATH": case.bin + ":/usr/bin:/bin", "HOME": case.home,
+                        "OUT": case.home, **(env or {})}
+
+            def which(self, name):
+                return shutil.which(name, path=case.bin)
+
+        class Term(toki.Term):
+            def out(self, text=""):
+                case.said.append(text)
+            err = out
+
+            def interactive(self):
+                return tty
+
+            def ask(self, question):
+                return False
+        edges = toki.REAL._replace(proc=Proc(), term=Term(), disk=FakeHome(self.home))
+        config = toki.load_config({k: str(v) for k, v in settings.items()}, {})
+        if d is not None:
+            config = config.but(port=d.server.server_port)
+        where = d.where if d is not None else toki.places({}, self.folder())
+        return toki.Context(None, config, where, edges)
+
+    def read(self, name):
+        with open(os.path.join(self.home, name), encoding="utf-8") as f:
+            return f.read()
+
+
+class LaunchRoom(LaunchCase):
+    def test_an_agent_gets_model_context_and_token_and_leaves_nothing(self):
+        d = self.daemon(self.fake(model="real-name", n_ctx=24000))
+        self.install("claude")
+        c = self.context(d, {"CODE": "7", "ANTHROPIC_API_KEY": "sk-foreign"})
+        self.assertEqual(toki.launch(toki.find_name("claude"), c, ["-p", "hi"]), 7)
+        argv, env = self.read("argv").split("\n"), self.read("env")
+        self.assertEqual(argv[-3:-1], ["-p", "hi"])
+        self.assertNotIn("sk-foreign", env)
+        settings = json.loads(self.read("settings.json"))["env"]
+        token = toki.local_token(toki.REAL, d.where, create=False)
+        self.assertEqual(settings["ANTHROPIC_AUTH_TOKEN"], token)
+        self.assertEqual(settings["ANTHROPIC_MODEL"], "real-name")
+        self.assertEqual(settings["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], "24000")
+        self.assertEqual(settings["CLAUDE_CODE_MAX_OUTPUT_TOKENS"], "6000")
+        self.assertNotIn(token, " ".join(argv))
+        mode = lambda p: os.stat(os.path.join(self.home, p)).st_mode & 0o777
+        self.assertEqual(mode("settings.json"), 0o600)
+        self.assertEqual(mode("folder"), 0o700)
+        self.assertFalse(os.path.exists(argv[argv.index("--settings") + 1]))
+        self.assertEqual(os.listdir(d.where.file("launch")), ["claude-0.lock"])
+
+    def test_no_proxy_stands_between(self):
+        d = self.daemon(self.fake())
+        self.install("claude")
+        toki.launch(toki.find_name("claude"), self.context(
+            d, {"NO_PROXY": "example.org", "HTTP_PROXY": "http://proxy:1"}), [])
+        self.assertIn("NO_PROXY=example.org,127.0.0.1,localhost\n", self.read("env"))
+
+    def test_the_folder_has_one_name_and_a_second_launch_another(self):
+        "OpenClaw tells its model where its configuration lies: in the system prompt."
+        d = self.daemon(self.fake())
+        self.install("claude")
+        used = []
+        for _ in range(2):
+            toki.launch(toki.find_name("claude"), self.context(d), [])
+            used.append([a for a in self.read("argv").split("\n")
+                         if "settings.json" in a])
+        self.assertEqual(used[0], used[1])
+        left = d.where.file("launch", "claude-0")        # as after a kill
+        os.makedirs(left)
+        with open(os.path.join(left, "old"), "w"):
+            pass
+        busy = toki.REAL.disk.lock(left + ".lock")
+        toki.launch(toki.find_name("claude"), self.context(d), [])
+        self.assertIn("claude-1", self.read("argv"))
+        self.assertTrue(os.path.exists(left))
+        busy.close()
+        toki.launch(toki.find_name("claude"), self.context(d), [])
+        self.assertFalse(os.path.exists(left))
+
+    def test_print_shows_everything_but_the_token(self):
+        d = self.daemon(self.fake(model="real-name"))
+        c = self.context(d, {"OPENAI_API_KEY": "sk-x"}, claude_mcp="none",
+                         claude_effort="high", claude_bare="on", claude_timeout_ms=5)
+        token = toki.local_token(toki.REAL, d.where, create=False)
+        for agent in toki.AGENTS:        # none is installed, all can be shown
+            self.said = []
+            self.assertEqual(toki.launch(agent, c, ["x"], show=True), 0)
+            text = "\n".join(self.said)
+            self.assertIn("real-name", text)
+            self.assertNotIn(token, text)
+            self.assertIn("the local token", text)
+            if agent.name == "claude":
+                for word in ("--bare", "--strict-mcp-config", "--effort high",
+                             '"API_TIMEOUT_MS": "5"', "unset OPENAI_API_KEY"):
+                    self.assertIn(word, text)
+        self.said = []
+        toki.launch(toki.find_name("claude"), c, [], show=True, as_json=True)
+        self.assertEqual(json.loads(self.said[0])["command"][0], "claude")
+
+    def test_missing_agent_and_missing_daemon(self):
+        with self.assertRaises(toki.TokiError) as caught:
+            toki.launch(toki.find_name("kimi"), self.context(None), [])
+        self.assertIn("npm i -g @moonshot-ai/kimi-code", caught.exception.hint)
+        self.install("kimi")
+        with self.assertRaises(toki.EngineGone) as caught:
+            toki.launch(toki.find_name("kimi"), self.context(None, port=1), [])
+        self.assertIn("toki up", caught.exception.hint)
+        toki.launch(toki.find_name("kimi"), self.context(None, port=1), [], show=True)
+        self.assertIn("placeholders", "\n".join(self.said))
+
+    def test_versions(self):
+        agent = toki.find_name("codex")
+        self.assertEqual(toki.agent_version(agent, self.context(None).edges), "")
+        for text, want in (("codex-cli 0.171.0", "0.171.0"), ("2.1.3 (Claude)", "2.1.3"),
+                           ("Run 'x update'", "unknown")):
+            edges = toki.REAL._replace(proc=FakeProc(
+                {"codex"}, {"--version": (0, text)}))
+            self.assertEqual(toki.agent_version(agent, edges), want)
+
+    def test_a_settings_file_of_the_user_is_read(self):
+        d = self.daemon(self.fake())
+        self.install("claude")
+        own = os.path.join(self.home, "own.json")
+        with open(own, "w") as f:
+            f.write('{"permissions": {"deny": ["y"]}}')
+        toki.launch(toki.find_name("claude"), self.context(d), ["--settings", own])
+        self.assertEqual(json.loads(self.read("settings.json"))["permissions"],
+                         {"deny": ["y"]})
+
+    def test_arguments_behind_two_dashes_are_the_agents(self):
+        d = self.daemon(self.fake())
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = toki.main(["launch", "claude", "--print", "--state-dir",
+                              d.where.state, "--", "-p", "--print"])
+        self.assertEqual(code, 0)
+        self.assertIn("-p --print\n", out.getvalue())
+
+    def test_the_users_files_stay_as_they_are(self):
+        d = self.daemon(self.fake())
+        names = (".claude/settings.json", ".codex/config.toml", ".qwen/settings.json",
+                 ".config/opencode/opencode.json", ".factory/settings.json")
+        for name in names:
+            path = os.path.join(self.home, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as f:
+                f.write('{"mine": 1}')
+        before = {n: (self.read(n), os.stat(os.path.join(self.home, n)).st_mtime_ns)
+                  for n in names}
+        for agent in toki.AGENTS:
+            self.install(agent.binary)
+            self.assertEqual(toki.launch(agent, self.context(d), []), 0)
+        self.assertEqual({n: (self.read(n), os.stat(os.path.join(self.home, n))
+                              .st_mtime_ns) for n in names}, before)
+
+
+class WiredRoom(LaunchCase):
+    "Configuration of the user's, written on request and given back."
+    CODEX = ('model = "gpt-x"\n# mine\napproval_policy = "never"\n\n[profiles.a]\n'
+             'model = "other"\n')
+
+    def put(self, name, text, newline=""):
+        path = os.path.join(self.home, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8", newline=newline) as f:
+            f.write(text)
+        return path
+
+    def raw(self, name):
+        with open(os.path.join(self.home, name), "rb") as f:
+            return f.read()
+
+    FILES = {"claude": (".claude/settings.json",), "codex": (".codex/config.toml",),
+             "opencode": (".config/opencode/opencode.json",),
+             "qwen": (".qwen/settings.json",),
+             "pi": (".pi/agent/models.json", ".pi/agent/settings.json")}
+
+    def test_what_was_there_comes_back_byte_for_byte(self):
+        d = self.daemon(self.fake(model="m9"))
+        self.assertEqual(set(self.FILES), set(toki.WIRES))
+        texts = ('{\n    "env": {"A": "ä"},\n    "model": "opus"\n}', "{}\r\n", "",
+                 '\ufeff{"b": [1, 2]}\n')
+        for name, files in self.FILES.items():
+            for text in (self.CODEX, self.CODEX.replace("\n", "\r\n"), "") \
+                    if name == "codex" else texts:
+                for file in files:
+                    self.put(file, text)
+                before = [self.raw(f) for f in files]
+                c = self.context(d)
+                self.assertTrue(toki.wire_client(name, c, yes=True))
+                for file in files:
+                    self.assertNotEqual(self.raw(file), before[files.index(file)])
+                self.assertIn(b"m9", b"".join(self.raw(f) for f in files))
+                self.assertTrue(toki.unwire_client(name, c, yes=True))
+                self.assertEqual([self.raw(f) for f in files], before, name)
+
+    def test_files_that_were_not_there_go(self):
+        d = self.daemon(self.fake())
+        for name, files in self.FILES.items():
+            c = self.context(d)
+            toki.wire_client(name, c, yes=True)
+            for file in files:
+                mode = os.stat(os.path.join(self.home, file)).st_mode
+                self.assertEqual(mode & 0o777, 0o600)        # it may hold the token
+            toki.unwire_client(name, c, yes=True)
+            for file in files:
+                self.assertFalse(os.path.exists(os.path.join(self.home, file)))
+
+    def test_what_the_user_changed_meanwhile_stays(self):
+        d = self.daemon(self.fake(model="m9"))
+        c = self.context(d)
+        self.put(".claude/settings.json", '{"model": "opus", "env": {"A": "1"}}')
+        toki.wire_client("claude", c, yes=True)
+        now = json.loads(self.read(".claude/settings.json"))
+        self.assertEqual((now["model"], now["env"]["A"]), ("m9", "1"))
+        now["env"]["B"], now["theme"] = "2", "dark"
+        self.put(".claude/settings.json", json.dumps(now))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertEqual(json.loads(self.read(".claude/settings.json")), {
+            "model": "opus", "env": {"A": "1", "B": "2"}, "theme": "dark"})
+        self.put(".codex/config.toml", self.CODEX)
+        toki.wire_client("codex", c, yes=True)
+        self.put(".codex/config.toml", self.read(".codex/config.toml") + "[new]\nx = 1\n")
+        toki.unwire_client("codex", c, yes=True)
+        self.assertEqual(self.read(".codex/config.toml"), self.CODEX + "[new]\nx = 1\n")
+
+    def test_codex_keeps_the_rest_of_its_file(self):
+        c = self.context(self.daemon(self.fake(model="m9")))
+        self.put(".codex/config.toml", self.CODEX)
+        toki.wire_client("codex", c, yes=True)
+        text = self.read(".codex/config.toml")
+        with contextlib.suppress(ImportError):
+            import tomllib
+            got = tomllib.loads(text)
+            self.assertEqual((got["model"], got["model_provider"]), ("m9", "toki"))
+            self.assertEqual(got["approval_policy"], "never")
+            self.assertEqual(got["profiles"]["a"]["model"], "other")
+            self.assertEqual(got["model_providers"]["toki"]["wire_api"], "responses")
+        self.assertIn("# mine", text)
+
+    def test_nothing_is_written_without_a_yes(self):
+        d = self.daemon(self.fake())
+        self.put(".claude/settings.json", '{"a": 1}')
+        self.assertFalse(toki.wire_client("claude", self.context(d, tty=True)))
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.wire_client("claude", self.context(d))
+        self.assertIn("--yes", caught.exception.hint)
+        self.assertEqual(self.read(".claude/settings.json"), '{"a": 1}')
+        shown = "\n".join(self.said)
+        self.assertIn("+", shown)
+        self.assertIn("ANTHROPIC_BASE_URL", shown)
+        self.assertNotIn(toki.local_token(toki.REAL, d.where, create=False), shown)
+        self.assertFalse(os.path.exists(d.where.file("wired.json")))
+
+    def test_comments_are_not_lost(self):
+        "F-59: what cannot be written back as it was is left alone."
+        d = self.daemon(self.fake())
+        self.put(".qwen/settings.json", '{\n  // mine\n  "a": 1,\n}')
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.wire_client("qwen", self.context(d), yes=True)
+        self.assertIn("line 2", caught.exception.message)
+        self.assertIn("// mine", self.read(".qwen/settings.json"))
+
+    def test_they_follow_another_model(self):
+        one, two = self.daemon(self.fake(model="m1")), self.daemon(
+            self.fake(model="m2", n_ctx=4096))
+        before = '{"model": "opus"}'
+        self.put(".claude/settings.json", before)
+        self.put(".codex/config.toml", self.CODEX)
+        for name in ("claude", "codex", "pi"):
+            toki.wire_client(name, self.context(one), yes=True)
+        c = self.context(two)._replace(where=one.where)
+        os.remove(one.where.file("daemon.json"))             # the new one is asked
+        lines = toki.rewire_all(c)
+        self.assertEqual(len(lines), 3)
+        self.assertIn("m2", lines[0])
+        env = json.loads(self.read(".claude/settings.json"))["env"]
+        self.assertEqual((env["ANTHROPIC_MODEL"], env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]),
+                         ("m2", "4096"))
+        for name in ("claude", "codex", "pi"):
+            toki.unwire_client(name, c, yes=True)
+        self.assertEqual(self.read(".claude/settings.json"), before)
+        self.assertEqual(self.read(".codex/config.toml"), self.CODEX)
+        self.assertFalse(os.path.exists(os.path.join(self.home, ".pi/agent/models.json")))
+        self.assertEqual(toki.rewire_all(c), [])
+
+    def test_those_that_cannot_be_wired_say_so(self):
+        c = self.context(self.daemon(self.fake()))
+        for call, words in ((lambda: toki.wire_client("kimi", c, yes=True), "toki launch kimi"),
+                            (lambda: toki.unwire_client("claude", c, yes=True), "nothing")):
+            with self.assertRaises(toki.UsageError) as caught:
+                call()
+            self.assertIn(words, caught.exception.hint)
 
 
 # ============================================================================
@@ -14530,6 +15025,203 @@ class Seam(Case):
         self.assertIn("retry-after", headers)
 
 
+class AgentShapes(Case):
+    """What sixteen agents' requests look like, recorded and told anew in fewer words.
+
+    Each row: path, headers, the ask without its messages, the first messages, the form
+    in which the agent repeats our reply, and its next messages.  Structure, names of
+    fields, roles and their order are as seen; every text is ours.
+    """
+    REMIND = "<reminder>\n" + say(901, 40) + "\n</reminder>"
+    STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+    @staticmethod
+    def tool(name, **more):
+        return {"type": "function", "function": {
+            "name": name, "description": say(len(name), 30), "parameters": {
+                "$schema": "http://json-schema.org/draft-07/schema#", "type": "object",
+                "properties": {"path": {"type": "string", "description": "which file"},
+                               "limit": {"type": "integer", "minimum": 1}},
+                "required": ["path"], "additionalProperties": False}, **more}}
+
+    def chat(self, system, *users, **more):
+        tools = [self.tool(n) for n in ("read", "write", "run")]
+        return ("/v1/chat/completions", more.pop("headers", {}),
+                {**self.STREAM, "max_tokens": 64, "tools": tools, **more},
+                [{"role": "system", "content": system},
+                 *({"role": "user", "content": u} for u in users)])
+
+    @staticmethod
+    def texts(*words):
+        return [{"type": "text", "text": w} for w in words]
+
+    def rows(self):
+        head, remind, hi, more = say(900, 300), self.REMIND, "say hi", "and again"
+        said = lambda t: {"role": "assistant", "content": t}
+        cut = lambda t: said(t[:300])    # what was asked for fills the whole context
+        user = lambda c: {"role": "user", "content": c}
+        stamp = "<now>2026-12-01T01:17:{}.220+00:00</now>\n\n"
+        call_tool = {"name": "Agent", "description": say(902, 30), "input_schema": {
+            "$schema": "http://json-schema.org/draft-07/schema#", "type": "object",
+            "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]}}
+        claude = {
+            "system": self.texts("You are a helper at a desk.", head),
+            "tools": [call_tool], "max_tokens": 64, "stream": True,
+            "metadata": {"user_id": json.dumps({"device": "d", "session": "s"})},
+            "thinking": {"type": "adaptive", "display": "omitted"},
+            "output_config": {"effort": "high"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015",
+                                              "keep": "all"}]}}
+        claude_headers = {"anthropic-version": "2023-06-01", "x-app": "cli",
+                          "anthropic-beta": "a-2026-01-01,b-2026-02-02",
+                          "X-Claude-Code-Session-Id": "s-1",
+                          "X-Stainless-Timeout": "1800"}
+        yield ("claude", "/anthropic/v1/messages?beta=true", claude_headers, claude,
+               [user(self.texts(remind, remind + "x", hi)),
+                {"role": "system", "content": self.texts(head)}],
+               lambda t: {"role": "assistant", "content": self.texts(t)},
+               [user(self.texts(more))])
+
+        def item(role, *words, kind="input_text"):
+            return {"type": "message", "id": f"msg_{len(words[0])}", "role": role,
+                    "content": [{"type": kind, "text": w} for w in words]}
+        exec_tool = {"type": "function", "name": "exec_command", "strict": False,
+                     "description": say(903, 20), "parameters": {
+                         "type": "object", "properties": {"cmd": {"type": "string"}},
+                         "required": ["cmd"], "additionalProperties": False}}
+        codex = {"stream": True, "tools": [exec_tool], "tool_choice": "auto",
+                 "parallel_tool_calls": True, "reasoning": {"summary": "auto"},
+                 "store": False, "include": ["reasoning.encrypted_content"],
+                 "prompt_cache_key": "01a22f20",
+                 "client_metadata": {"turn_id": "1", "thread_id": "t"}}
+        yield ("codex", "/v1/responses",
+               {"session-id": "01a22f20", "originator": "codex_exec",
+                "x-client-request-id": "r1"}, codex,
+               [item("developer", head), item("developer", remind, remind),
+                item("user", "<where>\n a folder\n</where>"), item("user", hi)],
+               lambda t: item("assistant", t, kind="output_text"),
+               [item("user", more)])
+        key = {"x-session-id": "ses_1", "x-session-affinity": "ses_1"}
+        reasoned = lambda t: dict(said(t), reasoning_content="")
+        yield ("opencode", *self.chat(head, '"say hi"', headers=key, tool_choice="auto"),
+               reasoned, [user('"and again"')])
+        yield ("kilo", *self.chat(head, self.texts('"say hi"', remind),
+                                  headers=dict(key, **{"x-title": "Kilo"}),
+                                  tool_choice="auto"),
+               reasoned, [user(self.texts('"and again"', remind + "2"))])
+        yield ("mimo", *self.chat(head, hi, headers=key, tool_choice="auto"),
+               reasoned, [user(more)])
+        yield ("qwen", *self.chat(head, self.texts(remind, remind + "a", hi)), said,
+               [user(self.texts(remind + "b", more))])
+        yield ("pi", *self.chat(head, self.texts(hi), chat_template_kwargs={
+            "enable_thinking": True, "preserve_thinking": True}), said,
+            [user(self.texts(more))])
+        yield ("omp", *self.chat(head, self.texts(remind, hi), chat_template_kwargs={
+            "enable_thinking": True}), said, [user(self.texts(more))])
+        yield ("cline", *self.chat(head, hi, tool_choice="auto", max_tokens=32000), cut,
+               [user(more)])
+        yield ("copilot", *self.chat(
+            head, stamp.format(18) + hi, temperature=0, top_p=0.95, frequency_penalty=0,
+            presence_penalty=0, headers={"x-initiator": "user",
+                                         "x-stainless-timeout": "600"}),
+            lambda t: {"content": t, "role": "assistant", "refusal": None},
+            [user(stamp.format(40) + more)])
+        yield ("kimi", *self.chat(head, hi, remind, remind + "k",
+                                  prompt_cache_key="session_1"), said,
+               [user(more), user(remind + "k")])
+        yield ("grok", *self.chat(head, remind, remind + "g", f"<ask>\n{hi}\n</ask>",
+                                  headers={"x-grok-session-id": "g1"}, max_tokens=8192),
+               lambda t: dict(cut(t), model_id="m"), [user(f"<ask>\n{more}\n</ask>")])
+        yield ("droid", *self.chat(head, self.texts(remind, head), hi, temperature=1),
+               said, [user(self.texts(remind + "d", more))])
+        yield ("hermes", *self.chat(head, hi, max_tokens=65536, headers={
+            "Authorization": "Bearer no-key-required"}), cut, [user(more)])
+        yield ("openclaw", *self.chat(head, stamp.format(1) + hi, store=False,
+                                      max_completion_tokens=64), said,
+               [user(stamp.format(2) + more)])
+        yield ("dsh", *self.chat(head, hi, remind), said, [user(more), user(remind)])
+
+    @staticmethod
+    def told(payload):
+        "(text, cache object, last event's name or [DONE]) of a stream in any dialect."
+        text, cache, last = "", None, ""
+        for block in payload.decode().strip().split("\n\n"):
+            data = block.rpartition("data: ")[2]
+            last = data if data == "[DONE]" else ""
+            if last:
+                continue
+            event = json.loads(data)
+            last = event.get("type", "")
+            for choice in event.get("choices") or []:
+                text += (choice.get("delta") or {}).get("content") or ""
+            delta = event.get("delta")
+            if isinstance(delta, str) and last == "response.output_text.delta":
+                text += delta
+            elif isinstance(delta, dict) and delta.get("type") == "text_delta":
+                text += delta["text"]
+            cache = event.get("cache") or (event.get("response") or {}).get("cache") \
+                or cache
+        return text, cache, last
+
+    def test_every_shape_is_served_and_its_second_turn_is_new_text_only(self):
+        ends = {"claude": "message_stop", "codex": "response.completed"}
+        seen = set()
+        for name, path, headers, ask, first, echo, then in self.rows():
+            with self.subTest(name):
+                seen.add(name)
+                c = Client(self.daemon(self.fake(n_ctx=4096)))
+                if name == "claude":
+                    headers = dict(headers, Authorization="Bearer " + c.token)
+                where = "input" if name == "codex" else "messages"
+
+                def turn(messages):
+                    code, _, payload = c.http("POST", path, dict(
+                        ask, model="tiny", **{where: messages}), headers)
+                    self.assertEqual(code, 200, payload[:300])
+                    text, cache, last = self.told(payload)
+                    self.assertEqual(last, ends.get(name, "[DONE]"))
+                    self.assertTrue(text)
+                    return text, cache
+                text, one = turn(first)
+                if name == "claude":     # the system message comes back as plain text
+                    first = [first[0], dict(first[1], content=first[1]["content"][0][
+                        "text"])]
+                _, two = turn([*first, echo(text), *then])
+                new = two["prompt_tokens"] - one["prompt_tokens"]
+                self.assertLessEqual(two["computed_tokens"], new + 64, two)
+                self.assertGreater(two["reused_tokens"], one["prompt_tokens"] - 64, two)
+        self.assertEqual(seen, {a.name for a in toki.AGENTS})
+
+    def test_side_requests_and_probes(self):
+        d = self.daemon(self.fake())
+        c = Client(d)
+        path, _, ask, first = self.chat(say(1, 20), "say hi", max_tokens=100, tools=[
+            self.tool("session_title")], temperature=1.0, tool_choice={
+                "type": "function", "function": {"name": "session_title"}})
+        code, _, payload = c.http("POST", path, dict(ask, model="grok-4.6",
+                                                     messages=first))
+        self.assertEqual(code, 200, payload[:300])
+        for method, path, want in (
+                ("HEAD", "/anthropic/api/hello", 200), ("GET", "/v1/models", 200),
+                ("GET", "/v1/models/anything", 200), ("GET", "/", 404),
+                ("GET", "/api/v1/models", 404), ("GET", "/api/tags", 404),
+                ("POST", "/api/show", 404), ("GET", "/v1/props", 404),
+                ("GET", "/props", 404), ("GET", "/version", 404)):
+            code, h, payload = c.http(method, path)
+            self.assertEqual(code, want, path)
+            if want == 404:
+                self.assertIn("error", json.loads(payload))
+
+    def test_a_foreign_key_alone_is_refused_with_the_hint(self):
+        "An exported vendor key must not open the Anthropic route."
+        c = Client(self.daemon(self.fake()))
+        e = c.json("POST", "/anthropic/v1/messages?beta=true", {
+            "model": "m", "max_tokens": 8, "messages": [{"role": "user",
+                                                         "content": "x"}]},
+            401, headers={"x-api-key": "sk-ant-foreign"})
+        self.assertIn("token", e["error"]["message"])
+
+
 # ============================================================================
 # FALLBACK
 # ============================================================================
@@ -15528,6 +16220,8 @@ ROOMS = {
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
     "KEEPER": (KeeperRoom,), "HTTP": (Http,),
+    "AGENTS": (AgentsRoom, AgentShapes), "LAUNCH": (LaunchRoom,),
+    "WIRED": (WiredRoom,),
     "GATEWAY": (GatewayRoom, ResponsesRoute),
     "INSTALL": (Install, InstallLlama, Compile, InstallScript,
                 InstallBat),

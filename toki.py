@@ -34,6 +34,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     14 BOOK      what we believe the slots hold; changed only by events
     15 DECIDE    which slot, what is destroyed, and why
     16 WHY       why were these tokens computed, though something like them was known?
+    0  AGENTS    how each coding agent is pinned to this model for one launch
     17 GGUF      what a model file's header says about memory
     0  FIT       which context, slots and KV type does this memory hold?
     18 SLOTFILE  a saved slot: its tokens, deltas, a wider window
@@ -65,6 +66,8 @@ values out), the rest touches the world, and only through the doors of EDGES.
     0  PULL      a model from the hub: pinned, resumed, checked, registered
     32 INSTALL   get an engine and a starter model
     33 STACK     up, down, status: engine and daemon as one thing
+    0  LAUNCH    start an agent, pinned to the model that runs here
+    0  WIRED     a client's own configuration that points here until it is taken back
     0  SERVICE   toki as a service of this user
     0  SCREEN    a terminal: keys in, styled lines out
     0  CHAT      a conversation: raw, cached, or both side by side
@@ -422,6 +425,13 @@ SETTINGS = (
             "sends again"),
     Setting("history", True, _switch, "keep the ledger of asks and their token ids, "
             "never text; let `tui` remember what was asked in it"),
+    Setting("claude_bare", False, _switch, "start Claude Code with --bare"),
+    Setting("claude_mcp", "", _choice("", "none"), "none: Claude Code gets an empty, "
+            "strict set of MCP servers"),
+    Setting("claude_effort", "", _choice("", "low", "medium", "high", "xhigh", "max"),
+            "Claude Code's --effort"),
+    Setting("claude_timeout_ms", 0, _natural, "Claude Code waits this long for a "
+            "reply, in ms; 0: half an hour on a cpu, else its own limits"),
     Setting("log_level", "info", _choice("debug", "info", "warning", "error"),
             "how much the log says"),
 )
@@ -5469,6 +5479,12 @@ class Counters:
         return {name: getattr(self, name) for name in self.NAMES}
 
 
+_RATE_NAMES = {              # as in the state document
+    "prefill_ms": "prefill_ms_per_token", "decode_ms": "decode_ms_per_token",
+    "save_ms": "save_ms_per_token", "restore_ms": "restore_ms_per_token",
+    "reply_tokens": "reply_tokens"}
+
+
 class Rates:
     "Milliseconds a token, learned from the engine's timings; None until measured."
 
@@ -5493,16 +5509,20 @@ class Rates:
             name, rest = kind + "_ms", max(0.0, ms - MOVE_FIXED_MS)
             setattr(self, name, self._mix(getattr(self, name), rest / n_tokens))
 
+    def recall(self, known: Any) -> None:
+        "What `as_dict` gave in an earlier life, where nothing is measured yet."
+        for name, key in _RATE_NAMES.items():
+            value = known.get(key) if isinstance(known, dict) else None
+            if getattr(self, name) is None and isinstance(value, (int, float)) \
+                    and 0 <= value < 1e6:
+                setattr(self, name, float(value))
+
     @staticmethod
     def _mix(old: Optional[float], new: float) -> float:
         return new if old is None else 0.8 * old + 0.2 * new
 
     def as_dict(self) -> dict:
-        return {"prefill_ms_per_token": self.prefill_ms,
-                "decode_ms_per_token": self.decode_ms,
-                "save_ms_per_token": self.save_ms,
-                "restore_ms_per_token": self.restore_ms,
-                "reply_tokens": self.reply_tokens}
+        return {key: getattr(self, name) for name, key in _RATE_NAMES.items()}
 
 
 _COUNTED_AS = {"hit": "hits", "soft_hit": "soft_hits", "miss": "misses"}
@@ -6616,6 +6636,496 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
     if tools and not re.search(r"\n\n|</", text[tools[-1].end():offset]):
         return f"tool {len(tools)} ({''.join(filter(None, tools[-1].groups()))})"
     return f"message {number} ({role})" if number else "system"
+
+
+# ============================================================================
+# 0. AGENTS - how each coding agent is pinned to this model for one launch.
+#    uses: WORDS.  offers: Agent, AGENTS, Facts, Wiring, wiring, FOREIGN,
+#    find_name, shim_script, claude_environment, codex_model_tables.  pure: says
+#    what to run, export and write, and does none of it.
+#
+#    The user's own configuration is never written: an agent gets arguments, variables
+#    and files of one launch that stand above it.  Secrets travel in variables and in
+#    owner-only files, never in arguments, which every user of a machine can read.
+# ============================================================================
+class Facts(NamedTuple):
+    """What a launched agent is told.
+
+    `ctx`: tokens one slot truly holds; `max_output`: tokens of one reply; `profile`:
+    "cpu" or "gpu"; `folder`: the private folder of this launch; the last four are the
+    settings claude_*.
+    """
+    url: str                 # http://127.0.0.1:8787, without a slash at the end
+    token: str
+    model: str
+    ctx: int
+    max_output: int
+    profile: str
+    folder: str
+    bare: bool = False
+    mcp: str = ""
+    effort: str = ""
+    timeout_ms: int = 0
+
+    @property
+    def v1(self) -> str:
+        return self.url + "/v1"
+
+    def file(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+
+class Wiring(NamedTuple):
+    "argv: the program's name first; env: None removes a variable; files: name, text."
+    argv: list
+    env: dict
+    files: dict
+
+
+class Agent(NamedTuple):
+    """One row of the launcher.
+
+    `needs`: what its own head takes of a context, in tokens (request sizes seen, at ~4
+    bytes a token; Kimi Code compacts when fewer than 50,000 are left); `folders`:
+    where its installer puts it when PATH does not name it; `managed`: arguments
+    that would undo the wiring; `build(facts, extra)` makes a Wiring.
+    """
+    name: str
+    title: str
+    binary: str
+    install: str
+    dialect: str             # "anthropic" | "responses" | "chat"
+    needs: int
+    build: Callable
+    folders: tuple = ()
+    managed: tuple = ()
+
+
+# Keys and addresses of other servers: a launched agent must not find its way there.
+FOREIGN = (
+    "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_MODEL", "ANTHROPIC_OAUTH_TOKEN", "CLAUDE_CODE_USE_BEDROCK",
+    "CLAUDE_CODE_USE_VERTEX",
+    "CLAUDE_CODE_OAUTH_TOKEN", "OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_MODEL",
+    "OPENROUTER_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY", "XAI_API_KEY",
+    "DEEPSEEK_API_KEY", "MOONSHOT_API_KEY", "KIMI_API_KEY", "MISTRAL_API_KEY",
+    "GROQ_API_KEY", "CEREBRAS_API_KEY", "TOGETHER_API_KEY", "FIREWORKS_API_KEY",
+    "DASHSCOPE_API_KEY", "AZURE_OPENAI_API_KEY", "AI_GATEWAY_API_KEY",
+    "FACTORY_API_KEY", "ZAI_API_KEY", "MINIMAX_API_KEY", "OPENCODE_API_KEY",
+    "CODEX_API_KEY")
+_LONG_MS = 1_800_000         # half an hour: what a processor may need for one prefill
+_KEY = "TOKI_API_KEY"
+_ON, _OFF = "1", "0"
+
+
+def _pretty(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+# ---- Claude Code ------------------------------------------------------------
+_CLAUDE_TOOLS = "Bash,Read,Edit,Write,Glob,Grep,WebFetch,Agent,Skill"
+_CLAUDE_ROOM = 32_768        # below this its full set of tools leaves too little room
+
+
+def claude_environment(f: Facts) -> dict:
+    """The `env` object of a Claude Code settings file.
+
+    Settings stand above the process environment there, so that an exported foreign key
+    or address never wins; the empty key removes one from the shell.  Every name of a
+    model is given, since an unset one resolves to a name of the vendor's.
+    """
+    names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL",
+             "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
+             "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_DEFAULT_FABLE_MODEL",
+             "CLAUDE_CODE_SUBAGENT_MODEL")
+    env = {"ANTHROPIC_BASE_URL": f.url + "/anthropic", "ANTHROPIC_AUTH_TOKEN": f.token,
+           "ANTHROPIC_API_KEY": "", **dict.fromkeys(names, f.model),
+           "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(f.ctx),
+           "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(f.max_output),
+           "CLAUDE_CODE_ATTRIBUTION_HEADER": _OFF,
+           "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": _ON,
+           "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": _ON,
+           "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
+           "ENABLE_TOOL_SEARCH": "false", "DISABLE_PROMPT_CACHING": _ON,
+           "API_FORCE_IDLE_TIMEOUT": _OFF}
+    budget = f.timeout_ms or (_LONG_MS if f.profile == "cpu" else 0)
+    if budget:
+        env.update(API_TIMEOUT_MS=str(budget),
+                   CLAUDE_STREAM_IDLE_TIMEOUT_MS=str(budget))
+    return env
+
+
+def _own_settings(extra: Sequence[str]) -> tuple:
+    "(--settings value of the user, the other arguments); the last one counts."
+    value, rest, words = "", [], iter(extra)
+    for word in words:
+        if word == "--settings":
+            value = next(words, "")
+        elif word.startswith("--settings="):
+            value = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return value, rest
+
+
+def _claude(f: Facts, extra: Sequence[str]) -> Wiring:
+    """Claude Code keeps only the last --settings: the user's, given inline as JSON, are
+    merged under ours (LAUNCH reads a file first)."""
+    own, rest = _own_settings(extra)
+    try:
+        settings = json.loads(own or "{}")
+        kept = dict(settings.get("env") or {})
+    except (ValueError, AttributeError, TypeError):
+        raise UsageError(f"--settings {own[:80]!r} is no JSON object",
+                         "give a file or an object") from None
+    files = {"settings.json": _pretty(
+        dict(settings, env=dict(kept, **claude_environment(f))))}
+    argv = ["claude"]
+    if f.bare:
+        argv.append("--bare")
+    else:                                # folder and user say their word in the first
+        argv.append("--exclude-dynamic-system-prompt-sections")  # message, not the head
+    if f.mcp == "none":
+        files["mcp.json"] = _pretty({"mcpServers": {}})
+        argv += ["--strict-mcp-config", "--mcp-config", f.file("mcp.json")]
+    if f.effort:
+        argv += ["--effort", f.effort]
+    if 0 < f.ctx < _CLAUDE_ROOM and not f.bare and \
+            not any(word.startswith("--tools") for word in rest):
+        argv += ["--tools", _CLAUDE_TOOLS]
+    argv += ["--settings", f.file("settings.json"), "--model", f.model]
+    return Wiring(argv + rest, {}, files)
+
+
+# ---- Codex ------------------------------------------------------------------
+_CODEX_WORDS = (
+    "You are a coding agent in a terminal. You work in the user's folder with the "
+    "tools you are given and nothing else.\n\n"
+    "Find out before you act: list, search and read the files that matter, and never "
+    "guess what a file holds. Keep changes small and in the style of the code around "
+    "them; leave alone what was not asked for. After a change, run the tests or the "
+    "program if there is a way, read what it prints, and go on until the task is done "
+    "or you know what stops you. Use the shell tool to read and write files; prefer "
+    "short commands with short output.\n\n"
+    "Ask before you delete things, install things or reach the network. When you are "
+    "done, say in a few sentences what you changed, in which files, and what you could "
+    "not check. Answer plain questions directly.")
+
+
+def _toml(value: Any) -> str:
+    "A TOML value: JSON's strings, numbers and booleans are TOML's too."
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}={_toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def codex_model_tables(f: Facts) -> tuple:
+    "(root keys, provider table) of a Codex configuration, as dicts."
+    root = {"model_provider": "toki", "model": f.model, "model_context_window": f.ctx,
+            "web_search": "disabled", "check_for_update_on_startup": False}
+    provider = {"name": "toki", "base_url": f.v1, "wire_api": "responses",
+                "requires_openai_auth": False, "supports_websockets": False,
+                "request_max_retries": 1, "stream_max_retries": 2,
+                "stream_idle_timeout_ms": _LONG_MS}
+    return root, provider
+
+
+def _codex(f: Facts, extra: Sequence[str]) -> Wiring:
+    "Overrides on the command line; a catalog entry, or Codex falls back to no prompt."
+    root, provider = codex_model_tables(f)
+    entry = {"slug": f.model, "display_name": f.model, "context_window": f.ctx,
+             "max_context_window": f.ctx, "shell_type": "unified_exec",
+             "visibility": "list", "supported_in_api": True, "priority": 0,
+             "truncation_policy": {"mode": "tokens", "limit": min(10_000, f.ctx // 4)},
+             "input_modalities": ["text"], "base_instructions": _CODEX_WORDS,
+             "support_verbosity": False, "supports_parallel_tool_calls": True,
+             "supports_reasoning_summaries": False, "supported_reasoning_levels": [],
+             "experimental_supported_tools": []}
+    root.update({"model_providers.toki": dict(provider, env_key=_KEY),
+                 "model_catalog_json": f.file("catalog.json"),
+                 "features.multi_agent": False,
+                 "features.enable_request_compression": False})
+    argv = ["codex"]
+    for name, value in root.items():
+        argv += ["-c", f"{name}={_toml(value)}"]
+    return Wiring(argv + list(extra), {_KEY: f.token},
+                  {"catalog.json": _pretty({"models": [entry]})})
+
+
+# ---- OpenCode and its family ------------------------------------------------
+def _open_config(f: Facts, key: str) -> dict:
+    return {"provider": {"toki": {
+        "npm": "@ai-sdk/openai-compatible", "name": "toki",
+        "options": {"baseURL": f.v1, "apiKey": key, "timeout": False,
+                    "headerTimeout": False, "chunkTimeout": _LONG_MS},
+        "models": {f.model: {
+            "name": f.model, "tool_call": True, "reasoning": True,
+            "interleaved": {"field": "reasoning_content"},
+            "limit": {"context": f.ctx, "output": f.max_output}}}}},
+        "model": "toki/" + f.model, "small_model": "toki/" + f.model,
+        "agent": {"title": {"disable": True}}, "autoupdate": False, "share": "disabled"}
+
+
+def _opencode(f: Facts, extra: Sequence[str]) -> Wiring:
+    return Wiring(["opencode", *extra], {
+        "OPENCODE_CONFIG_CONTENT": json.dumps(_open_config(f, "{env:%s}" % _KEY)),
+        _KEY: f.token, "OPENCODE_DISABLE_AUTOUPDATE": _ON,
+        "OPENCODE_DISABLE_MODELS_FETCH": _ON}, {})
+
+
+def _mimo(f: Facts, extra: Sequence[str]) -> Wiring:
+    "As OpenCode; its groups of models and background writers are named as well."
+    config = _open_config(f, "{env:%s}" % _KEY)
+    name = config["model"]
+    config.update(vision_model=name, enabled_providers=["toki"],
+                  model_groups=dict.fromkeys(("ultra", "standard", "lite"), name),
+                  checkpoint={"auto_dream": False, "auto_distill": False})
+    return Wiring(["mimo", *extra], {
+        "MIMOCODE_CONFIG_CONTENT": json.dumps(config), _KEY: f.token,
+        "MIMOCODE_DISABLE_AUTOUPDATE": _ON, "MIMOCODE_DISABLE_MODELS_FETCH": _ON,
+        "MIMOCODE_ENABLE_ANALYSIS": "false", "MIMOCODE_DISABLE_CHECKPOINT": _ON}, {})
+
+
+def _kilo(f: Facts, extra: Sequence[str]) -> Wiring:
+    return Wiring(["kilo", *extra], {
+        "KILO_CONFIG_CONTENT": json.dumps(_open_config(f, "{env:%s}" % _KEY)),
+        _KEY: f.token, "KILO_DISABLE_AUTOUPDATE": _ON, "KILO_DISABLE_MODELS_FETCH": _ON,
+        "KILO_DISABLE_SESSION_INGEST": _ON, "KILO_TELEMETRY_LEVEL": "off"}, {})
+
+
+# ---- the others, one each ---------------------------------------------------
+def _qwen(f: Facts, extra: Sequence[str]) -> Wiring:
+    "The system settings file stands above the user's."
+    model = {"id": f.model, "name": "toki", "baseUrl": f.v1, "envKey": _KEY,
+             "generationConfig": {
+                 "timeout": _LONG_MS, "maxRetries": 1, "contextWindowSize": f.ctx,
+                 "streamIdleTimeoutMs": _LONG_MS,
+                 "samplingParams": {"max_tokens": f.max_output}}}
+    settings = {"security": {"auth": {"selectedType": "openai"}},
+                "model": {"name": f.model}, "modelProviders": {"openai": [model]},
+                "memory": {"enableManagedAutoMemory": False,
+                           "enableManagedAutoDream": False, "enableAutoSkill": False},
+                "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
+                "privacy": {"usageStatisticsEnabled": False}}
+    return Wiring(["qwen", "--auth-type", "openai", "--model", f.model, *extra], {
+        "QWEN_CODE_SYSTEM_SETTINGS_PATH": f.file("settings.json"), _KEY: f.token,
+        "QWEN_DISABLE_AUTO_TITLE": _ON, "QWEN_STREAM_MAX_LIFETIME_MS": _OFF,
+        "QWEN_STREAM_IDLE_TIMEOUT_MS": str(_LONG_MS),
+        "QWEN_CODE_API_TIMEOUT_MS": str(_LONG_MS),
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": str(f.max_output)},
+        {"settings.json": _pretty(settings)})
+
+
+def _droid(f: Facts, extra: Sequence[str]) -> Wiring:
+    "`exec` takes the file and the model itself; the screen starts without a login."
+    name = f"custom:{f.model}-0"
+    settings = {"customModels": [{
+        "id": name, "index": 0, "model": f.model, "displayName": f.model,
+        "baseUrl": f.v1, "apiKey": f.token, "provider": "generic-chat-completion-api",
+        "maxOutputTokens": f.max_output, "maxContextLimit": f.ctx,
+        "noImageSupport": True}],
+        "sessionDefaultSettings": {"model": name, "reasoningEffort": "none"}}
+    head = ["droid", "--settings", f.file("settings.json")]
+    if list(extra[:1]) == ["exec"]:
+        head = ["droid", "exec", "--settings", f.file("settings.json"), "-m", name]
+        extra = extra[1:]
+    return Wiring([*head, *extra], {
+        "FACTORY_AIRGAP_ENABLED": _ON, "FACTORY_DROID_AUTO_UPDATE_ENABLED": "false"},
+        {"settings.json": _pretty(settings)})
+
+
+def _cline(f: Facts, extra: Sequence[str]) -> Wiring:
+    "Cline writes its provider file back, so it gets one of its own."
+    settings = {"provider": "openai-compatible", "model": f.model, "baseUrl": f.v1,
+                "apiKey": f.token, "contextWindow": f.ctx, "maxTokens": f.max_output,
+                "timeout": _LONG_MS}
+    providers = {"version": 1, "lastUsedProvider": "openai-compatible", "providers": {
+        "openai-compatible": {"settings": settings, "tokenSource": "manual",
+                              "updatedAt": "2026-01-01T00:00:00.000Z"}}}
+    return Wiring(["cline", "-P", "openai-compatible", "-m", f.model, *extra],
+                  {"CLINE_PROVIDER_SETTINGS_PATH": f.file("providers.json")},
+                  {"providers.json": _pretty(providers)})
+
+
+def _copilot(f: Facts, extra: Sequence[str]) -> Wiring:
+    return Wiring(["copilot", *extra], {
+        "COPILOT_PROVIDER_BASE_URL": f.v1, "COPILOT_PROVIDER_TYPE": "openai",
+        "COPILOT_PROVIDER_API_KEY": f.token, "COPILOT_PROVIDER_WIRE_API": "completions",
+        "COPILOT_MODEL": f.model, "COPILOT_OFFLINE": "true",
+        "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(max(1, f.ctx - f.max_output)),
+        "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(f.max_output),
+        "COPILOT_AUTO_UPDATE": "false"}, {})
+
+
+def _kimi(f: Facts, extra: Sequence[str]) -> Wiring:
+    "Capabilities are named, or its list of tools changes when a session is resumed."
+    return Wiring(["kimi", *extra], {
+        "KIMI_MODEL_NAME": f.model, "KIMI_MODEL_API_KEY": f.token,
+        "KIMI_MODEL_BASE_URL": f.v1, "KIMI_MODEL_PROVIDER_TYPE": "openai",
+        "KIMI_MODEL_MAX_CONTEXT_SIZE": str(f.ctx),
+        "KIMI_MODEL_MAX_OUTPUT_SIZE": str(f.max_output),
+        "KIMI_MODEL_CAPABILITIES": "thinking,tool_use", "KIMI_DISABLE_TELEMETRY": _ON,
+        "KIMI_CODE_NO_AUTO_UPDATE": _ON, "KIMI_DISABLE_CRON": _ON}, {})
+
+
+def _pi_extension(f: Facts, key: str, more: dict) -> str:
+    "The extension both Pi and OMP load: one provider with one model."
+    model = {"id": f.model, "name": f.model, "reasoning": True, "input": ["text"],
+             "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
+             "contextWindow": f.ctx, "maxTokens": f.max_output,
+             "compat": {"supportsDeveloperRole": False, "supportsStore": False,
+                        "maxTokensField": "max_tokens",
+                        "thinkingFormat": "qwen-chat-template"}, **more}
+    provider = {"name": "toki", "baseUrl": f.v1, "apiKey": key,
+                "api": "openai-completions", "models": [model]}
+    return ("export default function (pi) {\n  pi.registerProvider(\"toki\", "
+            + json.dumps(provider, ensure_ascii=False) + ");\n}\n")
+
+
+def _pi(f: Facts, extra: Sequence[str]) -> Wiring:
+    return Wiring(["pi", "-e", f.file("toki.ts"), "--provider", "toki", "--model",
+                   f.model, *extra],
+                  {_KEY: f.token, "PI_OFFLINE": _ON, "PI_SKIP_VERSION_CHECK": _ON,
+                   "PI_TELEMETRY": _OFF},
+                  {"toki.ts": _pi_extension(f, "$" + _KEY, {"type": "chat"})})
+
+
+def _omp(f: Facts, extra: Sequence[str]) -> Wiring:
+    name, argv = "toki/" + f.model, ["omp", "-e", f.file("toki.ts")]
+    for flag in ("--model", "--smol", "--slow", "--plan"):
+        argv += [flag, name]
+    return Wiring([*argv, "--no-title", *extra], {_KEY: f.token, "PI_NO_TITLE": _ON},
+                  {"toki.ts": _pi_extension(f, _KEY, {})})
+
+
+def _dsh(f: Facts, extra: Sequence[str]) -> Wiring:
+    "A patch of its rows, as JSON, which is YAML too; a task runs it without a screen."
+    patch = [
+        {"id": "agent-default-model", "config": {"provider": "toki", "model": f.model}},
+        {"id": "llm-pi-ai", "config": {"providers": {"toki": {
+            "displayName": "toki", "apiKeyEnv": _KEY, "api": "openai-completions",
+            "baseURL": f.v1, "compat": {"supportsDeveloperRole": False,
+                                        "maxTokensField": "max_tokens"},
+            "models": [{"id": f.model, "name": f.model, "input": ["text"],
+                        "contextWindow": f.ctx, "maxTokens": f.max_output}]}}}},
+        {"id": "session-title-llm", "disabled": True}]
+    head = ["dsh", "--profile", "headless"] if extra else ["dsh", "web"]
+    return Wiring([*head, "--patch", f.file("toki.yml"), *extra], {_KEY: f.token},
+                  {"toki.yml": _pretty(patch)})
+
+
+def _grok(f: Facts, extra: Sequence[str]) -> Wiring:
+    "Models are listed from our address; each side request is given our model."
+    config = {"models": {"default": f.model, "max_completion_tokens": f.max_output,
+                         "inference_idle_timeout_secs": _LONG_MS // 1000,
+                         "max_retries": 1},
+              "features": {"telemetry": False, "turn_summary": False,
+                           "title_refresh": False}}
+    sides = ("SESSION_SUMMARY", "WEB_SEARCH", "IMAGE_DESCRIPTION", "PROMPT_SUGGESTIONS")
+    return Wiring(["grok", "-m", f.model, *extra], {
+        "GROK_MODELS_BASE_URL": f.v1, "XAI_API_KEY": f.token,
+        "GROK_CONFIG": json.dumps(config), "GROK_TURN_SUMMARY": _OFF,
+        "GROK_TITLE_REFRESH": _OFF, "GROK_SESSION_RECAP": _OFF,
+        **{f"GROK_{side}_MODEL": f.model for side in sides}}, {})
+
+
+def _hermes(f: Facts, extra: Sequence[str]) -> Wiring:
+    if list(extra[:1]) == ["chat"]:
+        extra = extra[1:]
+    return Wiring(["hermes", "chat", "--provider", "custom", "-m", f.model, *extra],
+                  {"CUSTOM_BASE_URL": f.v1, "OPENAI_API_KEY": f.token}, {})
+
+
+def _openclaw(f: Facts, extra: Sequence[str]) -> Wiring:
+    "The local forms: a running gateway service has a configuration of its own."
+    model = {"id": f.model, "name": f.model, "reasoning": False, "input": ["text"],
+             "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
+             "contextWindow": f.ctx, "maxTokens": f.max_output}
+    config = {"models": {"mode": "merge", "providers": {"toki": {
+        "baseUrl": f.v1, "apiKey": f.token, "api": "openai-completions",
+        "timeoutSeconds": _LONG_MS // 1000, "models": [model]}}},
+        "agents": {"defaults": {"model": {"primary": "toki/" + f.model},
+                                "timeoutSeconds": _LONG_MS // 1000}}}
+    head = ["openclaw", "chat"]
+    if list(extra[:1]) == ["agent"]:
+        head, extra = ["openclaw", "agent", "--local"], extra[1:]
+    return Wiring([*head, *extra], {
+        "OPENCLAW_CONFIG_PATH": f.file("openclaw.json"), "OPENCLAW_OFFLINE": _ON,
+        "OPENCLAW_NO_AUTO_UPDATE": _ON}, {"openclaw.json": _pretty(config)})
+
+
+_M = ("-m", "--model")
+AGENTS = (
+    Agent("claude", "Claude Code", "claude", "npm i -g @anthropic-ai/claude-code",
+          "anthropic", 19_000, _claude, ("~/.local/bin", "~/.claude/local"),
+          ("--model",)),
+    Agent("codex", "Codex CLI", "codex", "npm i -g @openai/codex", "responses", 6_000,
+          _codex, (), (*_M, "--oss", "--local-provider")),
+    Agent("opencode", "OpenCode", "opencode", "npm i -g opencode-ai", "chat", 8_000,
+          _opencode, ("~/.opencode/bin",), _M),
+    Agent("mimo", "MiMo Code", "mimo", "npm i -g @mimo-ai/cli", "chat", 8_000, _mimo,
+          ("~/.mimocode/bin",), _M),
+    Agent("qwen", "Qwen Code", "qwen", "npm i -g @qwen-code/qwen-code", "chat", 12_000,
+          _qwen, (), (*_M, "--auth-type", "--openai-base-url", "--openai-api-key")),
+    Agent("pi", "Pi", "pi", "npm i -g @earendil-works/pi-coding-agent", "chat", 2_000,
+          _pi, (), ("--model", "--provider", "--api-key")),
+    Agent("cline", "Cline CLI", "cline", "npm i -g cline", "chat", 5_000, _cline, (),
+          (*_M, "-P", "--provider", "-k", "--key")),
+    Agent("kilo", "Kilo Code", "kilo", "npm i -g @kilocode/cli", "chat", 15_000, _kilo,
+          (), _M),
+    Agent("copilot", "GitHub Copilot CLI", "copilot", "npm i -g @github/copilot",
+          "chat", 8_000, _copilot, ("~/.local/bin",), ("--model",)),
+    Agent("kimi", "Kimi Code", "kimi", "npm i -g @moonshot-ai/kimi-code", "chat",
+          72_000, _kimi, ("~/.local/bin",), _M),
+    Agent("grok", "Grok Build", "grok", "npm i -g @xai-official/grok", "chat", 15_000,
+          _grok, ("~/.grok/bin",), _M),
+    Agent("hermes", "Hermes", "hermes", "pip install hermes-agent", "chat", 15_000,
+          _hermes, ("~/.local/bin",), (*_M, "--provider")),
+    Agent("openclaw", "OpenClaw", "openclaw", "npm i -g openclaw", "chat", 5_000,
+          _openclaw, (), ("--model",)),
+    Agent("omp", "OMP", "omp", "bun i -g @oh-my-pi/pi-coding-agent", "chat", 15_000,
+          _omp, ("~/.bun/bin",), ("--model", "--smol", "--slow", "--plan")),
+    Agent("dsh", "DeepSeek Harness", "dsh", "npm i -g @deepseek-ai/dsh", "chat", 8_000,
+          _dsh, (), ("--patch",)),
+    Agent("droid", "Factory Droid", "droid", "npm i -g droid", "chat", 12_000, _droid,
+          ("~/.local/bin",), (*_M, "--settings")),
+)
+
+
+def find_name(name: str) -> Agent:
+    "The agent of that name, title or program; UsageError lists the names."
+    word = name.strip().lower()
+    for agent in AGENTS:
+        if word in (agent.name, agent.title.lower(), agent.binary):
+            return agent
+    raise UsageError(f"there is no agent {name!r}",
+                     "one of " + ", ".join(a.name for a in AGENTS))
+
+
+def wiring(agent: Agent, facts: Facts, extra: Sequence[str] = ()) -> Wiring:
+    """What pins `agent` to this server for one launch, `extra` being more arguments.
+
+    UsageError for an argument that would undo it.  Keys of other servers are removed
+    from its environment unless the wiring gives them a value of its own.
+    """
+    for word in extra:
+        if word == "--":
+            break
+        if word.partition("=")[0] in agent.managed or \
+                agent.name == "codex" and word.startswith(("model_provider", "model=")):
+            raise UsageError(f"{agent.title} is pinned to {facts.model!r}, and {word} "
+                             "would undo that",
+                             "leave it out, or start the agent without toki")
+    made = agent.build(facts, list(extra))
+    return made._replace(env=dict(dict.fromkeys(FOREIGN), **made.env))
+
+
+def shim_script(text: str) -> str:
+    """The script or program behind a .cmd shim of npm, relative to the shim's folder;
+    '' when the text is no such shim.  Arguments must not pass through cmd.exe, which
+    would read % and & in them."""
+    found = re.findall(r'"%(?:~dp0|dp0%)\\([^"%]+\.(?:c?js|mjs|exe))"', text, re.I)
+    return found[-1].replace("\\", "/") if found else ""
 
 
 # ============================================================================
@@ -9498,6 +10008,9 @@ class Net:
         except urllib.error.HTTPError as error:
             return error                     # an answer as any other
 
+    def host_name(self) -> str:
+        return socket.gethostname()
+
     def free_port(self, host: str = "127.0.0.1") -> int:
         with socket.socket() as s:
             s.bind((host, 0))
@@ -9565,6 +10078,25 @@ class Proc:
                      | subprocess.CREATE_NO_WINDOW}
         return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, stdout=stdout,
                                 stderr=subprocess.STDOUT, env=env, cwd=cwd, **extra)
+
+    def attached(self, argv: Sequence[str], env: dict) -> int:
+        """Run a program on this terminal until it ends; its exit code, 128 + N for
+        signal N.  Ctrl-C is the program's business; other signals are passed on."""
+        process = subprocess.Popen(list(argv), env=env)
+        before: dict = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            with contextlib.suppress(ValueError):    # not in the main thread
+                if number is not None:
+                    before[number] = signal.signal(number, lambda n, _: None
+                                                   if n == signal.SIGINT
+                                                   else process.send_signal(n))
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return code if code >= 0 else 128 - code
 
     PIPE = subprocess.PIPE
 
@@ -12574,8 +13106,8 @@ class Mover:
 # ============================================================================
 # 27. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
-#    GGUF, EDGES, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers: Keeper,
-#    cache_report.
+#    GGUF, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers:
+#    Keeper, cache_report.
 # ============================================================================
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
@@ -12583,6 +13115,8 @@ _P_LOSS = 0.1                # chance that a slot is lost before its next turn
 _GAP_S = 0.05
 _REST_S = 1.0                # so long a pause may become a long one
 _QUIET_S = 20.0              # before certificates and audits
+_KEPT_RATES = 64             # models, builds and machines
+
 
 
 class _Ticket:
@@ -12603,8 +13137,9 @@ class Keeper:
     def __init__(self, engine: Engine, config: Config, edges: Edges = REAL,
                  managed: bool = False, ledger: Optional[Ledger] = None,
                  embedder: Optional[Engine] = None, shelf_folder: str = "",
-                 shelf_index: str = ""):
+                 shelf_index: str = "", rates_file: str = ""):
         self.shelf_folder, self.shelf_index = shelf_folder, shelf_index
+        self.rates_file = rates_file     # what was measured in earlier lives
         self.engine, self.config, self.edges = engine, config, edges
         self.managed, self.ledger, self.embedder = managed, ledger, embedder
         # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
@@ -12645,6 +13180,7 @@ class Keeper:
         self.audited: dict = {}          # output classes counted so far
         self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
         self.recent: deque = deque(maxlen=200)   # rows for the faces
+        self._rated_asks = 0             # asks at the time when rates were kept
 
     @property
     def shelf(self) -> Optional[Shelf]:
@@ -12682,6 +13218,7 @@ class Keeper:
             self.state, self.trouble = "ready", ""
             self._ready_at = self.edges.clock.now()
             self.book.counters.own_tokens += spent
+        self._recall_rates()
         try:
             self._open_shelf(info)
         except Exception:                # asks are served without it
@@ -12694,6 +13231,32 @@ class Keeper:
         with self.lock:
             self._grant_locked()
         return True
+
+    def _rates_known(self) -> tuple:
+        "(all rates in the file, the key of this model, build and machine)"
+        known: Any = {}
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(self.edges.disk.read_text(self.rates_file) or "{}")
+        return known if isinstance(known, dict) else {}, \
+            f"{self._namespace()} {self.edges.net.host_name()} {cpu_count()}"
+
+    def _recall_rates(self) -> None:
+        "Begin with what this model, build and machine did before."
+        if self.rates_file:
+            known, key = self._rates_known()
+            with self.lock:
+                self.book.rates.recall(known.get(key))
+
+    def keep_rates(self) -> None:
+        "For the next life; a file that cannot be written costs only that."
+        if self.rates_file and self.engine.info and self.book.rates.prefill_ms:
+            known, key = self._rates_known()
+            known.pop(key, None)
+            known[key] = self.book.rates.as_dict()
+            for old in list(known)[:-_KEPT_RATES]:
+                del known[old]
+            with contextlib.suppress(OSError):
+                self.edges.disk.write(self.rates_file, json.dumps(known).encode())
 
     def _open_shelf(self, info: EngineInfo) -> None:
         "Snapshots of this very model and engine shape, from this and earlier lives."
@@ -12837,6 +13400,10 @@ class Keeper:
             busy = self.open_count() or self.tickets or self.state != "ready"
         if busy or quiet < _QUIET_S or self.foreign:
             return
+        asks = self.book.counters.asks
+        if asks != self._rated_asks:
+            self._rated_asks = asks
+            self.keep_rates()
         for act in self.on_idle:
             if act():
                 return
@@ -13465,6 +14032,7 @@ class Keeper:
                 pass
 
     def stop(self) -> None:
+        self.keep_rates()
         self.stopping.set()
         self.nudge.set()
         self.up.set()                    # let waiting asks see that it ends
@@ -14547,6 +15115,20 @@ def dialect_of(path: str) -> Optional[Dialect]:
     return ANTHROPIC if own or plain.startswith("/v1/messages") else None
 
 
+def allowed_silence_s(config: Config, headers: Any) -> float:
+    """Seconds without progress after which an engine is given up: the setting, and a
+    minute more than the client says it waits, so that the client is first to leave;
+    a value that the user gave counts alone.  The SDKs of Anthropic and OpenAI tell
+    their own limit in these headers, in seconds.
+    """
+    if config.origin["backend_timeout"] != "default":
+        return config.backend_timeout
+    told = [headers.get(name, "") for name in
+            ("x-stainless-timeout", "x-stainless-read-timeout")]
+    waits = [float(t) for t in told if re.fullmatch(r"[0-9]{1,7}(\.[0-9]*)?", t)]
+    return max([config.backend_timeout, *(w + 60 for w in waits)])
+
+
 _DIFF_MOST = 1 << 20         # characters of two texts together
 
 
@@ -15259,18 +15841,16 @@ class Gateway:
     def _relay(self, up: Upstream, lease: Lease, reply: Any) -> None:
         "Pass the engine's bytes on until its reply is complete."
         clock, x = self.edges.clock, reply.x
-        quiet_since = clock.now()
+        quiet_since, patience = clock.now(), allowed_silence_s(self.config, x.headers)
         while True:
             ready = up.wait(x.watched(), 1.0)
             if x.sock in ready and x.gone():
                 raise ClientGone()
             if up not in ready:
                 reply.heartbeat()
-                if clock.now() - quiet_since > self.config.backend_timeout:
-                    raise EngineGone(
-                        f"the engine showed no progress for "
-                        f"{self.config.backend_timeout:.0f} s", "see `toki logs`",
-                        status=504)
+                if clock.now() - quiet_since > patience:
+                    raise EngineGone(f"the engine showed no progress for {patience:.0f}"
+                                     " s", "see `toki logs`", status=504)
                 continue
             quiet_since = clock.now()
             if not up.status:
@@ -18134,7 +18714,8 @@ class Daemon:
         shelf = self.where.shelf if self.plan is not None else config.shelf_dir
         self.keeper = Keeper(self.engine, config, edges, self.sole, ledger,
                              embedder, shelf if self.lock_file else "",
-                             self.where.file("shelf.db"))
+                             self.where.file("shelf.db"),
+                             self.where.file("rates.json") if self.lock_file else "")
         self._audit(self.keeper)
         self.recall = Recall(config, edges, self.where.file("recall.db")
                              if ledger is not None else "")
@@ -18488,6 +19069,565 @@ def status_text(state: dict) -> str:
              for s in state["slots"]],
             ("slot", "tokens", "state", "class", "uses", "last used"))]
     return "\n".join(lines)
+
+
+# ============================================================================
+# 0. LAUNCH - start an agent, pinned to the model that runs here.
+#    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
+#    agent_version, agent_facts, show_wiring, launch, served_model.
+# ============================================================================
+_HIDDEN = "(the local token)"
+_STAND_IN = "PRIVATE"           # stands for the folder in `--print`
+
+
+def find_agent(agent: Agent, edges: Edges) -> str:
+    "Path of its program: on PATH, else where its installer puts it; '' when missing."
+    home = edges.disk.absolute("~")
+    found = edges.proc.which(agent.binary)
+    for folder in () if found else agent.folders:
+        for ending in ("", ".exe", ".cmd"):
+            path = folder.replace("~", home, 1) + "/" + agent.binary + ending
+            if edges.disk.is_file(path):
+                return path
+    return found or ""
+
+
+def agent_command(path: str, edges: Edges) -> list:
+    """How to start a program found: itself, or what stands behind npm's shim (Windows
+    finds `claude.cmd`, or a shell script without an ending beside it)."""
+    shim = path if path.lower().endswith(".cmd") else path + ".cmd"
+    if path.lower().endswith(".exe") or not edges.disk.is_file(shim):
+        return [path]
+    script = shim_script(edges.disk.read_text(shim))
+    if not script:
+        return [shim]
+    target = re.sub(r"[^\\/]*$", "", shim) + script
+    return [target] if target.lower().endswith(".exe") else \
+        [edges.proc.which("node") or "node", target]
+
+
+def agent_version(agent: Agent, edges: Edges) -> str:
+    "Its version as it prints it, 'unknown' when it prints none, '' when missing."
+    path = find_agent(agent, edges)
+    if not path:
+        return ""
+    _, text = edges.proc.run([*agent_command(path, edges), "--version"], timeout=20)
+    found = re.search(r"\d+\.\d+[\w.+-]*", text)
+    return found.group(0).rstrip(".") if found else "unknown"
+
+
+def served_model(url: tuple, token: str, edges: Edges) -> tuple:
+    "(name, context of a slot) by the daemon at (host, port); EngineGone when none."
+    entry = daemon_json(edges, *url, "GET", "/v1/models", None, token, 120)["data"][0]
+    return entry["id"], int(entry.get("context_length") or 0)
+
+
+def _profile(c: Any, state: dict) -> str:
+    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
+    Unknown means cpu: patience costs nothing on a fast machine."""
+    told = str((state.get("engine") or {}).get("profile") or "")
+    if told:
+        return "cpu" if told == "cpu" else "gpu"
+    with contextlib.suppress(ValueError, AttributeError):
+        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+        if (state.get("engine") or {}).get("managed") and plan.get("binary"):
+            _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
+            if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
+                return "gpu"
+    return "cpu"
+
+
+def _address(c: Any) -> tuple:
+    "(host, port) of the daemon that runs here, else the configured one."
+    record = running_daemon(c.where, c.edges)
+    return (record["host"], record["port"]) if record else \
+        (c.config.host, c.config.port)
+
+
+def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
+    """What an agent is told, asked of the daemon; EngineGone when none runs.
+
+    A reply may take a quarter of the context and 8,192 tokens at most, unless
+    `max_output` says so.
+    """
+    host, port = _address(c)
+    token = local_token(c.edges, c.where, create=False)
+    model, ctx = served_model((host, port), token, c.edges)
+    state = daemon_json(c.edges, host, port, "GET", "/toki/state", None, token)
+    name = f"[{host}]" if ":" in host else host
+    out = min(max_output or 8192, max(1, ctx // 4))
+    s = c.config
+    return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
+                 _profile(c, state), folder, s.claude_bare, s.claude_mcp,
+                 s.claude_effort, s.claude_timeout_ms)
+
+
+def _placeholders(c: Any, folder: str) -> Facts:
+    host, port = _address(c)
+    s = c.config
+    return Facts(f"http://{host}:{port}", _HIDDEN, "MODEL", 0, 0, "cpu", folder,
+                 s.claude_bare, s.claude_mcp, s.claude_effort, s.claude_timeout_ms)
+
+
+def show_wiring(made: Wiring, token: str, environment: Sequence[str] = ()) -> dict:
+    """What `--print` tells: command, variables set, variables of `environment` removed,
+    files; the token's value nowhere."""
+    def hide(text: str) -> str:
+        return text.replace(token, _HIDDEN) if token else text
+    return {"command": [hide(word) for word in made.argv],
+            "environment": {k: hide(v) for k, v in made.env.items() if v is not None},
+            "removed": sorted(k for k, v in made.env.items()
+                              if v is None and k in environment),
+            "files": {name: hide(text) for name, text in made.files.items()}}
+
+
+def _print_wiring(c: Any, shown: dict) -> None:
+    words = [w if re.fullmatch(r"[\w@%+=:,./-]+", w) else
+             "'" + w.replace("'", "'\\''") + "'" for w in shown["command"]]
+    c.say("command: " + " ".join(words))
+    for name, value in sorted(shown["environment"].items()):
+        c.say(f"  set {name}={value}")
+    if shown["removed"]:
+        c.say("  unset " + " ".join(shown["removed"]))
+    for name, text in shown["files"].items():
+        c.say(f"file {_STAND_IN}/{name} (yours alone, removed afterwards):")
+        c.say("  " + text.rstrip("\n").replace("\n", "\n  "))
+
+
+def _inline_settings(agent: Agent, extra: Sequence[str], edges: Edges) -> list:
+    "The user's own --settings FILE of Claude Code, read, so that both can count."
+    if agent.name != "claude":
+        return list(extra)
+    words: list = []
+    for word in extra:
+        after = bool(words) and words[-1] == "--settings"
+        head, _, value = ("", "", word) if after else word.partition("=")
+        if (after or head == "--settings") and value and \
+                not value.lstrip().startswith("{"):
+            text = edges.disk.read_text(edges.disk.absolute(value))
+            if not text.strip():
+                raise UsageError(f"there are no settings in {value!r}",
+                                 "give a file or an object")
+            word = text if after else "--settings=" + text
+        words.append(word)
+    return words
+
+
+def _child_environment(made: Wiring, edges: Edges, host: str) -> dict:
+    "Ours over the user's; no proxy stands between an agent and this machine."
+    env = dict(edges.proc.environment())
+    for name, value in made.env.items():
+        env.pop(name, None)
+        if value is not None:
+            env[name] = value
+    known = env.get("NO_PROXY") or env.get("no_proxy") or ""
+    env["NO_PROXY"] = env["no_proxy"] = ",".join(
+        dict.fromkeys([*filter(None, known.split(",")), host, "localhost"]))
+    return env
+
+
+@contextlib.contextmanager
+def _private_folder(agent: Agent, c: Any) -> Any:
+    """An owner-only folder for one launch, gone at its end.
+
+    Its name is the same from launch to launch (a second one at the same time gets the
+    next): OpenClaw writes beside its configuration and tells the model where, and a
+    name made up anew would change the head of every session.
+    """
+    held = None
+    for number in range(1000):
+        folder = c.where.file("launch", f"{agent.name}-{number}")
+        held = c.edges.disk.lock(folder + ".lock")
+        if held is not None:
+            break
+    try:
+        c.edges.disk.remove(folder)      # what a killed launch left
+        yield c.edges.disk.folder(folder)
+    finally:
+        c.edges.disk.remove(folder)
+        if held is not None:
+            held.close()
+
+
+def _ensure_daemon(c: Any) -> None:
+    "A daemon answers, or is started after one question; EngineGone else."
+    host, port = _address(c)
+    if c.edges.net.port_taken(host, port):
+        return
+    if c.edges.term.interactive() and c.edges.term.ask(
+            "toki does not run; start it now (toki up)?"):
+        stack_up(c.config, c.where, c.edges, False, c.say)
+        return
+    raise EngineGone(f"nothing answers at http://{host}:{port}",
+                     "start it with `toki up`, or name it with --host and --port")
+
+
+def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = False,
+           as_json: bool = False, max_output: int = 0) -> int:
+    """Run `agent` on this terminal, pinned to the active model; its exit code.
+
+    Its files lie in an owner-only folder that goes when it ends.  `show` prints what
+    would be run instead.  Raises TokiError when it is not installed, EngineGone when no
+    daemon answers.
+    """
+    extra = _inline_settings(agent, extra, c.edges)
+    if show:
+        return _show_launch(agent, c, extra, as_json, max_output)
+    path = find_agent(agent, c.edges)
+    if not path:
+        raise TokiError(f"{agent.title} is not installed here: no `{agent.binary}` on "
+                        "PATH", agent.install)
+    _ensure_daemon(c)
+    with _private_folder(agent, c) as folder:
+        facts = agent_facts(c, folder, max_output)
+        made = wiring(agent, facts, extra)
+        if facts.ctx < agent.needs + 4096:
+            c.edges.term.err(
+                f"toki: {agent.title} wants ~{fmt_n(agent.needs)} tokens for itself, a "
+                f"slot holds {fmt_n(facts.ctx)}; more with `toki up --ctx` (and fewer "
+                "--slots)")
+        for name, text in made.files.items():
+            c.edges.disk.write(facts.file(name), text.encode())
+        host = urllib.parse.urlsplit(facts.url).hostname or ""
+        return c.edges.proc.attached(
+            [*agent_command(path, c.edges), *made.argv[1:]],
+            _child_environment(made, c.edges, host))
+
+
+def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
+          max_output: int) -> int:
+    "`launch --print`: with the daemon's facts, or with placeholders when none runs."
+    try:
+        facts = agent_facts(c, _STAND_IN, max_output)
+    except EngineGone as error:
+        c.edges.term.err(f"toki: {error.message}; model and context are placeholders")
+        facts = _placeholders(c, _STAND_IN)
+    shown = show_wiring(wiring(agent, facts, extra), facts.token,
+                        list(c.edges.proc.environment()))
+    if as_json:
+        c.say(json.dumps(shown, indent=1, ensure_ascii=False))
+    else:
+        _print_wiring(c, shown)
+    return 0
+
+
+# ============================================================================
+# 0. WIRED - a client's own configuration that points here until it is taken back.
+#    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
+#    unwire_client, rewire_all, wired_text, unwired_text.
+#
+#    The one place where toki writes what belongs to the user, and only after the
+#    difference was shown and agreed to.  The bytes from before are kept; when nobody
+#    touched the file meanwhile exactly they come back, else only what toki put in goes.
+# ============================================================================
+_WIRED = "wired.json"
+_BEGIN, _END = "# toki: begin, `toki unwire` takes this out", "# toki: end"
+_ASIDE = "#toki# "           # in front of the user's own line while ours stands
+
+
+class Wire(NamedTuple):
+    "`files(facts)`: [(variable that moves its folder, folder, name, format, content)]."
+    name: str
+    files: Callable
+
+
+def _wire_claude(f: Facts) -> list:
+    return [("CLAUDE_CONFIG_DIR", "~/.claude", "settings.json", "json",
+             {"env": claude_environment(f), "model": f.model})]
+
+
+def _wire_codex(f: Facts) -> list:
+    root, provider = codex_model_tables(f)
+    catalog = json.loads(wiring(find_name("codex"), f).files["catalog.json"])
+    root["model_catalog_json"] = f.file("codex-catalog.json")
+    return [("CODEX_HOME", "~/.codex", "config.toml", "toml",
+             {"": root, "model_providers.toki": provider}),
+            ("", f.folder, "codex-catalog.json", "json", catalog)]
+
+
+def _wire_opencode(f: Facts) -> list:
+    config = wiring(find_name("opencode"), f).env["OPENCODE_CONFIG_CONTENT"]
+    config = json.loads(config.replace("{env:TOKI_API_KEY}", f.token))
+    return [("", "~/.config/opencode", "opencode.json", "json", config)]
+
+
+def _wire_qwen(f: Facts) -> list:
+    settings = json.loads(wiring(find_name("qwen"), f).files["settings.json"])
+    settings.pop("general")              # updates stay the user's choice
+    return [("QWEN_HOME", "~/.qwen", "settings.json", "json",
+             dict(settings, env={"TOKI_API_KEY": f.token}))]
+
+
+def _wire_pi(f: Facts) -> list:
+    text = wiring(find_name("pi"), f).files["toki.ts"]
+    provider = json.loads(text[text.index("{\"name\""):text.rindex(");")])
+    models = [{k: v for k, v in m.items() if k != "type"} for m in provider["models"]]
+    provider.update(apiKey=f.token, models=models)
+    return [("PI_CODING_AGENT_DIR", "~/.pi/agent", "models.json", "json",
+             {"providers": {"toki": provider}}),
+            ("PI_CODING_AGENT_DIR", "~/.pi/agent", "settings.json", "json",
+             {"defaultProvider": "toki", "defaultModel": f.model})]
+
+
+WIRES = {w.name: w for w in (
+    Wire("claude", _wire_claude), Wire("codex", _wire_codex),
+    Wire("opencode", _wire_opencode), Wire("qwen", _wire_qwen), Wire("pi", _wire_pi))}
+
+
+# ---- texts: pure ------------------------------------------------------------
+def _laid_over(under: Any, over: Any) -> Any:
+    if isinstance(under, dict) and isinstance(over, dict):
+        return {**under, **{k: _laid_over(under.get(k), v) for k, v in over.items()}}
+    return over
+
+
+_NOTHING = object()
+
+
+def _unmerged(now: Any, over: Any, before: Any) -> Any:
+    "`now` without what `over` put in; a value changed since is the user's."
+    if not isinstance(now, dict) or not isinstance(over, dict):
+        return before if now == over else now
+    old = before if isinstance(before, dict) else {}
+    out = {}
+    for name, value in now.items():
+        if name in over:
+            value = _unmerged(value, over[name], old.get(name, _NOTHING))
+        if value is not _NOTHING:
+            out[name] = value
+    out.update({k: v for k, v in old.items() if k in over and k not in out})
+    return out if out or before is not _NOTHING else _NOTHING
+
+
+def _parsed(text: str) -> dict:
+    try:
+        value = json.loads(text.lstrip("\ufeff") or "{}")
+    except ValueError as error:
+        raise UsageError(f"this configuration is no plain JSON ({error}); a comment or "
+                         "a trailing comma would be lost", "put the shown lines in by "
+                         "hand, or take the comments out") from None
+    if not isinstance(value, dict):
+        raise UsageError("this configuration is no JSON object", "see the file")
+    return value
+
+
+def _in_its_form(value: dict, text: str) -> str:
+    "JSON with the mark, indentation and line ends that `text` has."
+    found = re.search(r"\n([ \t]+)\S", text)
+    gap: Any = found.group(1) if found else 2
+    out = json.dumps(value, indent=gap, ensure_ascii=False)
+    out += "\n" if not text or text.endswith("\n") else ""
+    out = out.replace("\n", "\r\n") if "\r\n" in text else out
+    return ("\ufeff" if text.startswith("\ufeff") else "") + out
+
+
+def _toml_lines(table: dict) -> list:
+    return [f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in table.items()]
+
+
+def _toml_wired(text: str, over: dict) -> str:
+    """Root keys in a marked block on top, tables in one at the end; lines of the user's
+    that say the same keys are set aside."""
+    end = "\r\n" if "\r\n" in text else "\n"
+    for name in filter(None, over):
+        if re.search(rf"^\s*\[\s*{re.escape(name)}\s*\]", text, re.M):
+            raise UsageError(f"this configuration has a table [{name}] already",
+                             "rename or remove it first")
+    lines, root = [], True
+    for line in text.lstrip("\ufeff").splitlines():
+        root = root and not line.lstrip().startswith("[")
+        key = line.partition("=")[0].strip().strip("\"'")
+        lines.append(_ASIDE + line if root and "=" in line and key in over.get("", {})
+                     else line)
+    top = [_BEGIN, *_toml_lines(over.get("", {})), _END]
+    tail = [_BEGIN]
+    for name, table in over.items():
+        tail += [f"[{name}]", *_toml_lines(table)] if name else []
+    return ("\ufeff" if text.startswith("\ufeff") else "") + end.join(
+        [*top, *lines, *tail, _END]) + end
+
+
+def _toml_unwired(text: str) -> str:
+    kept, inside = [], False
+    for line in text.splitlines(keepends=True):
+        word = line.strip()
+        inside = inside or word == _BEGIN
+        if not inside:
+            kept.append(line[len(_ASIDE):] if line.startswith(_ASIDE) else line)
+        inside = inside and word != _END
+    return "".join(kept)
+
+
+def wired_text(form: str, text: str, over: dict) -> str:
+    """A configuration file's text with `over` in it; `form` is "json" or "toml".
+
+    UsageError for JSON with comments, which could not be written back as it was.
+    """
+    if form == "toml":
+        return _toml_wired(text, over)
+    return _in_its_form(_laid_over(_parsed(text), over), text)
+
+
+def unwired_text(form: str, text: str, over: dict, before: str) -> str:
+    "The text without what toki put in; what was changed since then stays."
+    if form == "toml":
+        return _toml_unwired(text)
+    value = _unmerged(_parsed(text), over, _parsed(before))
+    return _in_its_form(value, text)
+
+
+# ---- files ------------------------------------------------------------------
+def _records(c: Any) -> dict:
+    with contextlib.suppress(ValueError):
+        return json.loads(c.edges.disk.read_text(c.where.file(_WIRED)) or "{}")
+    return {}
+
+
+def _remember(c: Any, records: dict) -> None:
+    c.edges.disk.write(c.where.file(_WIRED), json.dumps(records, indent=1).encode())
+
+
+def _bytes_of(path: str, edges: Edges) -> Optional[bytes]:
+    if not edges.disk.is_file(path):
+        return None
+    with edges.disk.open_binary(path) as f:
+        return f.read()
+
+
+def _plain_text(data: Optional[bytes], path: str) -> str:
+    "UTF-8 with or without a mark, mark and line ends kept."
+    try:
+        return (data or b"").decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8", "save it as UTF-8 first") from None
+
+
+def _difference(path: str, old: str, new: str, token: str) -> str:
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), path, path,
+                                 lineterm="", n=2)
+    text = "\n".join(lines)
+    return text.replace(token, "(the local token)") if token else text
+
+
+def _agree(c: Any, yes: bool, question: str) -> bool:
+    if yes:
+        return True
+    if not c.edges.term.interactive():
+        raise UsageError("nothing was written: this needs a yes", "add --yes to agree")
+    return c.edges.term.ask(question)
+
+
+def _targets(wire_: Wire, c: Any, facts: Facts) -> list:
+    "[(path, format, content)]"
+    env = c.edges.proc.environment()
+    return [(c.edges.disk.absolute((env.get(variable) if variable else "") or folder)
+             + "/" + name, form, over)
+            for variable, folder, name, form, over in wire_.files(facts)]
+
+
+def _wire_named(name: str) -> Wire:
+    agent = find_name(name)
+    if agent.name not in WIRES:
+        raise UsageError(f"{agent.title} cannot be wired for good",
+                         f"`toki launch {agent.name}` does it for one run; these "
+                         "can be wired: " + ", ".join(WIRES))
+    return WIRES[agent.name]
+
+
+def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bool:
+    """Point a client's own configuration here; False when that was declined.
+
+    Shows the difference first, asks unless `yes`, keeps the bytes from before.  Raises
+    UsageError for files that could not be given back as they were.
+    """
+    wire_, records = _wire_named(name), _records(c)
+    if wire_.name in records:
+        raise UsageError(f"{name} is wired already", f"toki unwire {name}")
+    facts = agent_facts(c, c.where.file("wired"), max_output)
+    made = []
+    for path, form, over in _targets(wire_, c, facts):
+        data = _bytes_of(path, c.edges)
+        old = _plain_text(data, path)
+        new = wired_text(form, old, over)
+        c.say(_difference(path, old, new, facts.token))
+        made.append((path, form, over, data, new))
+    if not _agree(c, yes, "write this?"):
+        return False
+    entries = []
+    for number, (path, form, over, data, new) in enumerate(made):
+        backup = c.where.file("wired", f"{wire_.name}-{number}.before")
+        c.edges.disk.write(backup, data or b"")
+        entries.append({"path": path, "form": form, "over": over, "backup": backup,
+                        "existed": data is not None,
+                        "written": hashlib.sha256(new.encode()).hexdigest()})
+    _remember(c, dict(records, **{wire_.name: entries}))
+    for path, _, _, _, new in made:
+        c.edges.disk.write(path, new.encode())
+    c.say(f"{name} uses {facts.model} with {fmt_n(facts.ctx)} tokens from now on; "
+          f"`toki unwire {name}` takes it back")
+    return True
+
+
+def _given_back(entry: dict, edges: Edges) -> Optional[bytes]:
+    "The bytes a file should have without toki; None: it should not be there."
+    data = _bytes_of(entry["path"], edges)
+    before = _bytes_of(entry["backup"], edges) or b""
+    if data is None or hashlib.sha256(data).hexdigest() == entry["written"]:
+        return before if entry["existed"] else None
+    return unwired_text(entry["form"], _plain_text(data, entry["path"]), entry["over"],
+                        _plain_text(before, entry["backup"])).encode()
+
+
+def unwire_client(name: str, c: Any, yes: bool = False) -> bool:
+    "Take a wiring back; False when declined.  UsageError when there is none."
+    word, records = find_name(name).name, _records(c)
+    if word not in records:
+        raise UsageError(f"{name} is not wired", "wired: "
+                         + (", ".join(records) or "nothing"))
+    token = local_token(c.edges, c.where, create=False)
+    plan = [(e, _given_back(e, c.edges)) for e in records[word]]
+    for entry, data in plan:
+        now = _plain_text(_bytes_of(entry["path"], c.edges), entry["path"])
+        c.say(_difference(entry["path"], now, (data or b"").decode(), token))
+    if not _agree(c, yes, "write this?"):
+        return False
+    for entry, data in plan:
+        if data is None:
+            c.edges.disk.remove(entry["path"])
+        else:
+            c.edges.disk.write(entry["path"], data)
+    _remember(c, {k: v for k, v in records.items() if k != word})
+    for entry, _ in plan:
+        c.edges.disk.remove(entry["backup"])
+    return True
+
+
+def rewire_all(c: Any) -> list:
+    """Let every wired client follow the model that is served now; one line for each.
+
+    Asked of the daemon, so call it when the new model is up.  Trouble with one client
+    is a line, never an error.
+    """
+    records, lines = _records(c), []
+    facts = agent_facts(c, c.where.file("wired")) if records else None
+    for name, entries in records.items():
+        try:
+            targets = {path: over for path, _, over in
+                       _targets(WIRES[name], c, facts)}
+            for entry in entries:
+                over = targets[entry["path"]]
+                base = _given_back(entry, c.edges)
+                new = wired_text(entry["form"], _plain_text(base, entry["path"]), over)
+                c.edges.disk.write(entry["path"], new.encode())
+                entry.update(over=over, existed=base is not None,
+                             written=hashlib.sha256(new.encode()).hexdigest())
+                c.edges.disk.write(entry["backup"], base or b"")
+            lines.append(f"{name} follows: {facts.model}, {fmt_n(facts.ctx)} tokens")
+        except (TokiError, OSError, KeyError) as error:
+            lines.append(f"{name} stays as it was: {error}")
+    if records:
+        _remember(c, records)
+    return lines
 
 
 # ============================================================================
@@ -23356,6 +24496,33 @@ def cmd_why(c: Context) -> int:
     return 0
 
 
+@_command(_arg("agent", help="one of " + ", ".join(a.name for a in AGENTS)),
+          _arg("--print", action="store_true", dest="show",
+               help="show command, variables and files instead of starting it"),
+          _arg("--max-output", type=int, default=0, metavar="N",
+               help="tokens of one reply; 0: a quarter of the context, 8192 at most"),
+          _JSON, settings=_RUN_SETTINGS)
+def cmd_launch(c: Context) -> int:
+    """Start a coding agent pinned to the active model; its own arguments after --."""
+    return launch(find_name(c.ns.agent), c, c.ns.rest, show=c.ns.show,
+                  as_json=c.ns.json, max_output=c.ns.max_output)
+
+
+@_command(_arg("name", help="one of " + ", ".join(WIRES)),
+          _arg("--yes", action="store_true", help="write without asking"),
+          settings=_RUN_SETTINGS)
+def cmd_wire(c: Context) -> int:
+    """Point a client's own configuration here, shown first, until unwire."""
+    return 0 if wire_client(c.ns.name, c, c.ns.yes) else 1
+
+
+@_command(_arg("name", help="what `wire` was given"),
+          _arg("--yes", action="store_true", help="write without asking"))
+def cmd_unwire(c: Context) -> int:
+    """Give a wired client its own configuration back."""
+    return 0 if unwire_client(c.ns.name, c, c.ns.yes) else 1
+
+
 @_command(_arg("what", choices=SERVICE_VERBS, help=", ".join(SERVICE_VERBS)), _JSON,
           settings=_RUN_SETTINGS)
 def cmd_service(c: Context) -> int:
@@ -24037,7 +25204,10 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
             with contextlib.suppress(ValueError, OSError):
                 stream.reconfigure(errors="replace")
     parser = _parser()
-    ns = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if words[:1] == ["launch"] and "--" in words else len(words)
+    ns = parser.parse_args(words[:cut])
+    ns.rest = words[cut + 1:]            # arguments of a launched agent
     if ns.command and not getattr(ns, "run_name", ""):
         ns.show_help()
         return 0
