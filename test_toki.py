@@ -1780,7 +1780,7 @@ class House(Case):
                  "ENGINE": {"os", "threading"}, "LEDGER": {"threading", "sqlite3"},
                  "RECALL": {"threading", "sqlite3"},
                  "SHELF": {"os", "threading", "sqlite3"},
-                 "KEEPER": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
+                 "KEEPER": {"threading"}, "FLEET": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
                  "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
                  "MODELS": {"os", "shutil"}, "PULL": {"os"},
                  "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
@@ -16388,6 +16388,95 @@ class RealSdks(Real):
         ).input_tokens, first.usage.input_tokens + first.usage.cache_read_input_tokens)
 
 
+class RealSwap(Real):
+    "Two models on one engine's machine: `model use`, and asks that name the other one."
+
+    def stack(self, **settings):
+        state = self.folder()
+        registry = os.path.join(self.folder(), "models.json")
+        models = {n: {"file": tiny(m), "ctx": 4096, "slots": 2, "args": ["-t", "1"]}
+                  for n, m in (("one", "llama-dense"), ("two", "qwen35"))}
+        with open(registry, "w") as f:
+            json.dump({"schema": 1, "active": "one", "models": {
+                n: dict(m, files=[m.pop("file")]) for n, m in models.items()}}, f)
+        config = toki.load_config({k: str(v) for k, v in dict(
+            settings, model_registry=registry, engine_bin=real_engine(), pool="0",
+            engine_args="--no-repack").items()}, {}).but(port=0)
+        where = toki.places({}, state)
+        found = toki.find_model(config, where, toki.REAL, lambda text: None)
+        _, more = toki.model_setup(found, config, where, toki.REAL)
+        d = toki.Daemon(config, where, process_plan=dict(
+            more, binary=real_engine(), model=found.path))
+        d.start()
+        self.addCleanup(d.close)
+        self.assertTrue(d.keeper.up.wait(60), d.keeper.trouble)
+        return d, Client(d)
+
+    def turn(self, c, name, words, model=None):
+        history = self.histories.setdefault(name, [
+            {"role": "system", "content": say(name, 750)}])
+        history.append({"role": "user", "content": words})
+        reply = c.chat(list(history), 8, **({"model": model} if model else {}))
+        history.append(reply["choices"][0]["message"])
+        return reply["cache"]
+
+    def setUp(self):
+        self.histories = {}
+
+    def test_contexts_come_back_after_a_change_of_models(self):
+        "Issue: both conversations, 2k tokens each, are warm when their model returns."
+        d, c = self.stack()
+
+        def use(name, status=200):
+            return c.json("POST", "/toki/use", {"model": name}, status,
+                          headers={"x-api-key": c.token})
+        for n in range(2):
+            for name in ("one", "two"):
+                self.assertEqual(use(name), {"model": name, "context": 4096})
+                cache = self.turn(c, name, say(f"{name} {n}", 20))
+                if n:
+                    self.assertIn(cache["source"], ("shelf", "fork"), cache)
+                    self.assertLess(cache["computed_tokens"], 250)
+                    self.assertGreater(cache["reused_tokens"], 1800)
+        use("three", 404)
+        self.assertEqual(c.json("GET", "/v1/models")["data"][0]["id"], "two")
+
+    def test_asks_that_name_another_model_change_over(self):
+        d, c = self.stack(swap="ask")
+        self.assertEqual({m["id"] for m in c.json("GET", "/v1/models")["data"]},
+                         {"one", "two"})
+        for n in range(2):
+            for name in ("one", "two"):
+                cache = self.turn(c, name, say(f"{name} {n}", 20), model=name)
+                if n:
+                    self.assertGreater(cache["reused_tokens"], 1800, cache)
+        out, threads = [], []
+        for name in ("one", "two", "one", "two"):
+            threads.append(threading.Thread(target=lambda name=name: out.append(
+                (name, c.chat("hello", 4, model=name)["model"]))))
+            threads[-1].start()
+        for t in threads:
+            t.join(120)
+        self.assertEqual(sorted(out), [("one", "one")] * 2 + [("two", "two")] * 2)
+        self.assertFalse(d.keeper.open_count())
+
+    def test_a_model_that_does_not_start_gives_the_place_back(self):
+        d, c = self.stack()
+        bad = os.path.join(self.folder(), "bad.gguf")
+        with open(tiny("llama-dense"), "rb") as f, open(bad, "wb") as g:
+            g.write(f.read()[:200_000])
+        with open(d.base.model_registry) as f:
+            registry = json.load(f)
+        registry["models"]["bad"] = {"files": [bad]}
+        with open(d.base.model_registry, "w") as f:
+            json.dump(registry, f)
+        error = c.json("POST", "/toki/use", {"model": "bad"}, 503,
+                       headers={"x-api-key": c.token})["error"]
+        self.assertIn("did not start", error["message"])
+        self.assertIsNotNone(c.chat("hello", 4)["cache"]["slot"])
+        self.assertEqual(c.json("GET", "/v1/models")["data"][0]["id"], "one")
+
+
 class FieldReports(Case):
     def test_every_report_has_a_test(self):
         wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
@@ -16629,7 +16718,7 @@ ROOMS = {
     "MODELS": (ModelsRoom,), "PULL": (PullRoom,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
-             RealSdks,
+             RealSdks, RealSwap,
              RealPage)}
 
 

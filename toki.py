@@ -56,6 +56,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     27 KEEPER    the only coordinator: plan, lease, settle; owns the lock
     28 CERTIFY   may restored contexts be trusted here?
     29 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    0  FLEET     one engine, several models: whose turn is it?
     30 HTTP      framing, limits, deadlines: a server made of http.server
     31 GATEWAY   routes: bytes in and out, never decides
     0  UNPACK    archives from elsewhere, opened safely
@@ -405,6 +406,9 @@ SETTINGS = (
     Setting("audit", 0.5, _seconds, "percent of asks that are asked again in idle "
             "time, with and without reuse; 0: none"),
     Setting("embed_engine", "", str, "address of a llama-server for embeddings"),
+    Setting("swap", "off", _choice("off", "ask"), "an ask that names another "
+            "registered model; off: the active one answers, ask: the engine changes "
+            "over"),
     Setting("strict_models", False, _switch, "404 for model names that are not served"),
     Setting("max_body_mb", 64, _natural, "largest request body, decoded, in MiB"),
     Setting("max_connections", 512, _natural, "connections open at once"),
@@ -13361,6 +13365,8 @@ class Keeper:
         end = self.edges.clock.now() + self.config.engine_wait
         while not self.up.wait(0.1):
             tick("engine")
+            if self.state == "loading":  # a large model takes its time
+                end = self.edges.clock.now() + self.config.engine_wait
             if self.edges.clock.now() >= end or self.hopeless or \
                     self.stopping.is_set():
                 raise EngineGone(
@@ -14591,6 +14597,73 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
+# 0. FLEET - one engine, several models: whose turn is it?
+#    uses: WORDS, EDGES.  offers: ModelTurns.
+#
+#    Asks for one model run side by side; an ask for another one waits until they are
+#    done, changes the engine over, and lets in all that wait for the same.  First come,
+#    first served, so two models that are asked in turn both get on.
+# ============================================================================
+class ModelTurns:
+    """Which model the engine serves now, and who waits for which.
+
+    `switch(name)` changes it over: it returns when that model answers, and raises
+    TokiError when it does not, with the model of before back in its place.
+    """
+
+    def __init__(self, active: str, switch: Callable[[str], None], edges: Edges):
+        self.active, self.switch, self.edges = active, switch, edges
+        self._open = 0                   # asks that the engine works on
+        self._waiting: list = []         # (ticket, model), in order of arrival
+        self._changing = False
+        self._lock = threading.Lock()    # guards all of the above
+
+    def enter(self, model: str, tick: Callable[[str], None]) -> None:
+        """Wait for this model's turn, \"\": whichever is served; then `leave`.
+
+        `tick` is called meanwhile and may raise, which gives the place up.
+        """
+        ticket = (object(), model)
+        with self._lock:
+            self._waiting.append(ticket)
+        try:
+            while not self._my_turn(ticket):
+                tick("another model")
+                self.edges.clock.sleep(0.02)
+        finally:
+            with self._lock:
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
+
+    def _my_turn(self, ticket: tuple) -> bool:
+        with self._lock:
+            if self._changing:
+                return False
+            ahead = self._waiting[:self._waiting.index(ticket)]
+            mine = ticket[1] or self.active
+            if mine == self.active:
+                if all(m in ("", self.active) for _, m in ahead):
+                    self._open += 1
+                    return True
+                return False
+            if ahead or self._open:
+                return False
+            self._changing = True
+        try:
+            self.switch(mine)
+            with self._lock:
+                self.active = mine
+        finally:
+            with self._lock:
+                self._changing = False
+        return False                     # the next look lets it in
+
+    def leave(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+
+# ============================================================================
 # 30. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
@@ -15046,7 +15119,7 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 # ============================================================================
 # 31. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK,
-#    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, HTTP.
+#    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, FLEET, HTTP.
 #    offers: Gateway, ROUTES, Route, page_headers, prometheus.
 # ============================================================================
 _MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
@@ -15093,6 +15166,7 @@ ROUTES = (
           "why an ask computed what it did, with the differing text"),
     Route("POST", "/toki/forget", "token", "forget",
           "purge the token ids of the history"),
+    Route("POST", "/toki/use", "token", "use", "change over to a registered model"),
     Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
 )
 
@@ -15509,6 +15583,10 @@ class _ToldReply(_StreamReply):
         self.x.end()
 
 
+_CONTEXT_NAMES = ("context_length", "context_window", "contextWindow", "max_model_len",
+                  "n_ctx")           # the names by which clients look for it
+
+
 class Gateway:
     "The daemon's routes in front of one keeper."
 
@@ -15520,6 +15598,9 @@ class Gateway:
         self.notes: dict = {}            # ask -> clause about the nearest prompt
         self.desk = Desk(keeper)
         self.recall = recall or Recall(config, edges)
+        self.turns: Optional[ModelTurns] = None      # of models, on an engine of ours
+        # (all?) -> {name: context} of the models that an ask may name
+        self.registered: Callable[..., dict] = lambda everything=False: {}
 
     # ---- doorkeeping --------------------------------------------------------
     def __call__(self, x: Exchange) -> None:
@@ -15659,10 +15740,14 @@ class Gateway:
         self._check_model(request)
         stream = _StreamReply if dialect_of(x.asked) is None else _ToldReply
         reply = (stream if request.stream else _PlainReply)(self, x, request)
-        asks = fan_out(request)
         try:
-            for reply.index, ask in enumerate(asks):
-                self._run(ask, reply, len(asks))
+            with self._turn(request.model, reply.tick) as changed:
+                if changed:              # what the other model takes may differ
+                    request = reply.request = self._read(x, kind, request.asked)
+                self._check_pictures(request)
+                asks = fan_out(request)
+                for reply.index, ask in enumerate(asks):
+                    self._run(ask, reply, len(asks))
             reply.finish()
         except ClientGone:
             raise
@@ -15671,9 +15756,9 @@ class Gateway:
             log.info("%s failed: %s %s", kind, error.status, scrub(error.message)[:200])
             reply.fail(error)
 
-    def _read(self, x: Exchange, kind: str) -> Request:
+    def _read(self, x: Exchange, kind: str, asked: Any = None) -> Request:
         "The ask of a body: its dialect turned into chat, made steady, understood."
-        dialect, asked = dialect_of(x.asked), x.json()
+        dialect, asked = dialect_of(x.asked), x.json() if asked is None else asked
         body, owner, said = asked, self._owner_of(x), ()
         if dialect is RESPONSES:
             body = self.recall.going_on(asked, self._takes())
@@ -15738,12 +15823,41 @@ class Gateway:
     def _hello(self, x: Exchange) -> None:
         x.send_json(200, {"status": "ok"})
 
+    @contextlib.contextmanager
+    def _turn(self, model: str, tick: Callable[[str], None]) -> Any:
+        "While the engine serves this model; True when it served another one before."
+        if self.turns is None:
+            yield False
+            return
+        before = self.turns.active
+        self.turns.enter(model if model in self.registered() else "", tick)
+        try:
+            yield self.turns.active != before
+        finally:
+            self.turns.leave()
+
+    def _use(self, x: Exchange) -> None:
+        "Change the engine over to a registered model."
+        body = x.json()
+        name = body.get("model") if isinstance(body, dict) else None
+        if self.turns is None:
+            raise Missing("this engine is not toki's own; its model stays",
+                          "`toki up` starts one that toki can change over", status=409)
+        if not isinstance(name, str) or name not in self.registered(True):
+            raise Missing(f"no model {str(name)[:100]!r} is registered",
+                          "see `toki model list`", code="model_not_found")
+        self.turns.enter(name, lambda phase: None)
+        self.turns.leave()
+        x.send_json(200, {"model": name, "context": self._model_entry()["n_ctx"]})
+
     def _check_model(self, request: Request) -> None:
-        info = self.keeper.engine.info
         if self.config.strict_models and request.model and \
-                request.model != self.model_name():
+                request.model not in (self.model_name(), *self.registered()):
             raise Missing(f"the model {request.model!r} is not served here",
                           f"ask for {self.model_name()!r}", code="model_not_found")
+
+    def _check_pictures(self, request: Request) -> None:
+        info = self.keeper.engine.info
         if request.media and info is not None and not info.vision:
             raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
                          "send text only, or serve a model with vision",
@@ -15926,8 +16040,7 @@ class Gateway:
             "id": self.model_name(), "object": "model", "type": "model",
             "created": started, "created_at": time_text(started), "owned_by": "toki",
             "display_name": os.path.basename(self.model_name()),
-            "context_length": n_ctx, "context_window": n_ctx, "contextWindow": n_ctx,
-            "max_model_len": n_ctx, "n_ctx": n_ctx,
+            **dict.fromkeys(_CONTEXT_NAMES, n_ctx),
             "max_output_tokens": min(8192, n_ctx // 4),
             "max_completion_tokens": min(8192, n_ctx // 4),
             "meta": {"n_ctx": n_ctx, "n_ctx_train": info.n_ctx_train if info else 0,
@@ -15935,7 +16048,11 @@ class Gateway:
 
     def _models(self, x: Exchange) -> None:
         self._need_engine()
-        x.send_json(200, dict(anthropic_models([self._model_entry()]), object="list"))
+        entries = [self._model_entry()]
+        entries += [dict(entries[0], id=name, display_name=name, **dict.fromkeys(
+            _CONTEXT_NAMES, n_ctx), meta={"n_ctx": n_ctx})
+            for name, n_ctx in self.registered().items() if name != self.model_name()]
+        x.send_json(200, dict(anthropic_models(entries), object="list"))
 
     def _model(self, x: Exchange) -> None:
         self._need_engine()
@@ -17386,8 +17503,8 @@ def _remove_empty(folder: str, where: Places, edges: Edges) -> None:
 def entry_setup(entry: Entry, registry: Registry, config: Config,
                 edges: Edges) -> tuple:
     """(settings, plan) to start a registered model with: what flags and variables say
-    stays, the entry replaces file and default; `plan` holds what no setting carries:
-    {"entry", "alias", "args", "env"}."""
+    stays, the entry replaces file and default.  `plan`: {"entry", "alias", "args",
+    "env", "settings"}, the last what it replaced."""
     folder = os.path.dirname(registry.path)
     soft: dict = {"ctx": entry.ctx, "slots": entry.slots,
                   "engine_bin": entry.binary or entry.engine}
@@ -17399,8 +17516,9 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
     args = list(entry.args)
     if entry.mmproj:
         args += ["--mmproj", _projector(entry, registry)[0]]
-    return config.but(**changes), {"entry": entry.name, "alias": entry.name,
-                                   "args": args, "env": dict(entry.env)}
+    return config.but(**changes), {
+        "entry": entry.name, "alias": entry.name, "args": args, "env": dict(entry.env),
+        "settings": {k: v for k, v in changes.items() if k != "engine_bin"}}
 
 
 # ============================================================================
@@ -18455,9 +18573,9 @@ def install_model(config: Config, where: Places, edges: Edges,
 # ============================================================================
 # 33. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
-#    RECALL, KEEPER, CERTIFY, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.  offers:
-#    Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check, status_text,
-#    why_text, cache_stats, given_flags, model_setup.
+#    RECALL, KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.
+#    offers: Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check,
+#    status_text, why_text, cache_stats, given_flags, model_setup.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -18493,11 +18611,11 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
                  facts: ModelFacts) -> MemoryPlan:
     "What fits now, for this engine and model, with the flags it is known to need."
-    known = _read_json(edges, where.file(_REMEDIES)).get(
-        plan["binary"] + " " + plan["model"], [])
+    known = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+        plan["binary"] + " " + plan["model"]))
     wishes = wishes_of(config)
     return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
-        repack=wishes.repack and "--no-repack" not in known))
+        repack=wishes.repack and ("--no-repack", "") not in known.put))
 
 
 class Daemon:
@@ -18506,8 +18624,12 @@ class Daemon:
     def __init__(self, config: Config, where: Places, edges: Edges = REAL,
                  engine: Optional[Engine] = None, process_plan: Optional[dict] = None,
                  page: str = ""):
-        self.config, self.where, self.edges, self.page = config, where, edges, page
+        self.base, self.where, self.edges, self.page = config, where, edges, page
         self.plan = process_plan         # {"binary", "model", ...} of a managed engine
+        self.config = config.but(**(process_plan or {}).get("settings", {}))
+        self.before: Optional[dict] = None   # the plan to go back to
+        self.changing = False
+        self.failed = ""                 # why a change did not come about
         self.engine = engine
         self.process: Optional[EngineProcess] = None
         self.sole = process_plan is not None     # nobody else uses the engine
@@ -18613,7 +18735,13 @@ class Daemon:
                 was_ready, ended = False, error.message
             if self.stop_flag.is_set():
                 return
+            if self.changing:            # `change_over` ended it
+                self.changing = False
+                continue
             if not was_ready and self._remedy(ended):
+                continue
+            if not was_ready and self.before is not None:
+                self._go_back(ended)
                 continue
             failures = 0 if was_ready else failures + 1
             keeper.lost(f"the engine ended: {ended}")
@@ -18645,12 +18773,64 @@ class Daemon:
             self.edges.disk.write(path, json.dumps(known, indent=1).encode())
         return True
 
+    # ---- another model --------------------------------------------------------
+    def registered(self, everything: bool = False) -> dict:
+        "{name: context} of the models that an ask may name, or of all."
+        if not everything and self.base.swap == "off":
+            return {}
+        with contextlib.suppress(TokiError, OSError):
+            registry = read_registry(self.base, self.where, self.edges)
+            return {e.name: int(effective_shape(self.edges, self.where, entry_paths(
+                e, registry, self.edges)[0]).get("ctx") or e.ctx or 0)
+                for e in registry.models.values()}
+        return {}
+
+    def change_over(self, name: str) -> None:
+        """Serve a registered model: contexts are parked on the shelf, the engine starts
+        anew.  Returns when it answers; EngineGone when it does not, with the model of
+        before started again."""
+        registry = read_registry(self.base, self.where, self.edges)
+        entry, keeper = registry.need(name), self.keeper
+        config, more = entry_setup(entry, registry, self.base, self.edges)
+        plan = {"schema": 1, "binary": self.plan["binary"],
+                "model": entry_paths(entry, registry, self.edges)[0], **more}
+        if config.engine_bin:
+            plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
+        log.info("changing over to %s", name)
+        keeper.save_all()
+        self.before = self.plan
+        self._take_plan(plan)
+        self.changing = True
+        keeper.lost(f"{name} is being loaded")
+        keeper.engine.info = None
+        keeper.engine.port = 1           # nobody attaches to the one that ends
+        if self.process is not None:
+            self.process.stop()
+        while self.before is not None and not self.stop_flag.is_set():
+            self.edges.clock.sleep(0.02)
+        if self.plan is not plan:
+            raise EngineGone(f"{name} did not start: {self.failed}",
+                             "see `toki logs`; the model of before is served again")
+
+    def _take_plan(self, plan: dict) -> None:
+        self.plan, self.remedies = plan, Remedies()
+        self.config = self.base.but(**plan.get("settings", {}))
+        with contextlib.suppress(OSError):
+            self.edges.disk.write(self.where.file(_ACTIVE), json.dumps(plan).encode())
+
+    def _go_back(self, ended: str) -> None:
+        log.error("%s did not start (%s); the model of before comes back",
+                  self.plan["model"], ended)
+        self.failed, before = ended, self.before
+        self._take_plan(before)
+        self.before = None
+
     def _watch_process(self, process: EngineProcess) -> bool:
         "Until the process ends; True when the engine became ready meanwhile."
         ready = False
         while process.alive() and not self.stop_flag.is_set():
             if not ready and self.keeper.state == "ready":
-                ready = True
+                ready, self.before = True, None
                 self._check_memory(process)
             if ready:
                 self.keeper.hopeless = False
@@ -18724,6 +18904,10 @@ class Daemon:
                              if ledger is not None else "")
         gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set,
                           self.recall, self.page)
+        gateway.registered = self.registered
+        if self.plan is not None:
+            gateway.turns = ModelTurns(self.plan.get("entry") or "", self.change_over,
+                                       edges)
         try:
             self.server = FastServer(config.host, config.port, gateway,
                                      config.max_body_mb << 20, config.max_connections)
@@ -18875,6 +19059,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
         say(f"toki runs already: http://{record['host']}:{record['port']}/v1 "
             f"(pid {record['pid']}); `toki down` stops it")
         return record
+    given = config
     engine, model, config, more = _resolve(config, where, edges, yes, say)
     plan = {"schema": 1, "binary": engine, "model": model,
             "alias": re.sub(r"\.gguf$", "", os.path.basename(model)), **more}
@@ -18885,7 +19070,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
-    argv += given_flags(config, ("state_dir", "port", "model", "engine_bin", "engine",
+    argv += given_flags(given, ("state_dir", "port", "model", "engine_bin", "engine",
                                  "source"))
     with edges.disk.append_handle(
             fresh_log(where.file("logs", "daemon.err"), edges)) as err:
@@ -24351,14 +24536,14 @@ def cmd_serve(c: Context) -> int:
         log.info("a llama-server answers on 127.0.0.1:8080; attaching to it")
         engine = Engine("http://127.0.0.1:8080", config.engine_key, edges)
     else:
-        plan, config = _managed_plan(c)
+        plan = _managed_plan(c)
     Daemon(config, where, edges, engine, plan, PAGE).run()
     return 0
 
 
-def _managed_plan(c: Context) -> tuple:
-    """(what to start, settings): what `up` just chose; else the command line, the
-    active model, then the last choice."""
+def _managed_plan(c: Context) -> dict:
+    """What to start: what `up` just chose; else the command line, the active model,
+    then the last choice."""
     def quiet(text: str) -> None:
         log.info("%s", text)
     try:
@@ -24370,7 +24555,7 @@ def _managed_plan(c: Context) -> tuple:
         if c.config.model or not plan.get("model") or read_registry(
                 c.config, c.where, c.edges).active:
             found = find_model(config, c.where, c.edges, quiet)
-            config, more = model_setup(found, config, c.where, c.edges)
+            config, more = model_setup(found, c.config, c.where, c.edges)
             plan = {"binary": plan.get("binary"), "model": found.path, **more}
         if config.engine_bin or not plan.get("binary"):
             plan["binary"] = find_engine(config, c.where, c.edges, quiet).path
@@ -24378,7 +24563,7 @@ def _managed_plan(c: Context) -> tuple:
         raise UsageError("there is no engine or model to start yet",
                          "run `toki up`, or give --engine URL of a llama-server")
     return dict({"alias": re.sub(r"\.gguf$", "", os.path.basename(plan["model"]))},
-                **plan), config
+                **plan)
 
 
 @_command(_JSON)
@@ -24613,8 +24798,15 @@ def _pull_index(c: Context, package: str) -> str:
 
 
 def _use(c: Context, name: str) -> None:
-    running = running_daemon(c.where, c.edges) is not None
-    use_model(name, c.config, c.where, c.edges, c.say, running)
+    record = running_daemon(c.where, c.edges)
+
+    def switch(chosen: str) -> None:
+        found = c.ask_daemon("POST", "/toki/use", {"model": chosen})
+        c.say(f"served now: {found['model']}, {fmt_n(found['context'])} tokens a slot")
+        for line in rewire_all(c):
+            c.say(line)
+    use_model(name, c.config, c.where, c.edges, c.say, record is not None,
+              switch if record and record["managed"] else None)
 
 
 @_command(_arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
