@@ -16388,6 +16388,54 @@ class RealSdks(Real):
         ).input_tokens, first.usage.input_tokens + first.usage.cache_read_input_tokens)
 
 
+class Fleet(Case):
+    def test_models_take_turns(self):
+        "Never two at once; all who wait for the same go in together; nobody is forgotten."
+        inside, switched, served, lock = [], [], [], threading.Lock()
+
+        def switch(name):
+            self.assertFalse(inside)
+            switched.append(name)
+            time.sleep(0.02)
+        turns = toki.ModelTurns("a", switch, toki.REAL)
+
+        def ask(name):
+            turns.enter(name, lambda phase: None)
+            with lock:
+                inside.append(name)
+                self.assertEqual({n or turns.active for n in inside}, {turns.active})
+            time.sleep(0.01)
+            with lock:
+                inside.remove(name)
+                served.append(name)
+            turns.leave()
+        threads = [threading.Thread(target=ask, args=(n,)) for n in "abcabcabcabc"]
+        threads.append(threading.Thread(target=ask, args=("",)))
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(20)
+        self.assertEqual(len(served), 13)
+        self.assertLess(len(switched), 12)
+        turns.enter(turns.active, lambda phase: None)    # nothing was left behind
+
+    def test_who_leaves_or_fails_gives_the_place_up(self):
+        def switch(name):
+            raise toki.EngineGone("broken")
+        turns = toki.ModelTurns("a", switch, toki.REAL)
+        with self.assertRaises(toki.EngineGone):
+            turns.enter("b", lambda phase: None)
+        turns.enter("a", lambda phase: None)
+
+        def leave(phase):
+            self.assertEqual(phase, "another model")
+            raise toki.ClientGone()
+        with self.assertRaises(toki.ClientGone):
+            turns.enter("b", leave)
+        turns.leave()
+        turns.enter("", lambda phase: None)
+
+
 class RealSwap(Real):
     "Two models on one engine's machine: `model use`, and asks that name the other one."
 
@@ -16705,7 +16753,7 @@ ROOMS = {
     "UNPACK": (Unpack,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,), "SHELF": (Librarian, ShelfRoom),
-    "KEEPER": (KeeperRoom,), "HTTP": (Http,),
+    "KEEPER": (KeeperRoom,), "FLEET": (Fleet,), "HTTP": (Http,),
     "AGENTS": (AgentsRoom, AgentShapes), "LAUNCH": (LaunchRoom,),
     "WIRED": (WiredRoom,),
     "GATEWAY": (GatewayRoom, Sdks, ResponsesRoute),

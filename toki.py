@@ -24797,16 +24797,17 @@ def _pull_index(c: Context, package: str) -> str:
     return name
 
 
-def _use(c: Context, name: str) -> None:
-    record = running_daemon(c.where, c.edges)
+def _use(c: Context, name: str, switch: bool = True) -> None:
+    "Make a model the active one; a stack that runs changes over if `switch`."
+    record = running_daemon(c.where, c.edges) if switch else None
 
-    def switch(chosen: str) -> None:
+    def change(chosen: str) -> None:
         found = c.ask_daemon("POST", "/toki/use", {"model": chosen})
         c.say(f"served now: {found['model']}, {fmt_n(found['context'])} tokens a slot")
         for line in rewire_all(c):
             c.say(line)
     use_model(name, c.config, c.where, c.edges, c.say, record is not None,
-              switch if record and record["managed"] else None)
+              change if record and record["managed"] else None)
 
 
 @_command(_arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
@@ -25283,13 +25284,22 @@ class _ModelHere(NamedTuple):
 
 
 def _models_here(c: Context) -> list:
-    "The model in use and those that toki fetched."
-    active = str(json.loads(c.edges.disk.read_text(c.where.file("active.json"))
-                            or "{}").get("model") or "")
-    files = [os.path.join(c.where.models, n)
-             for n in c.edges.disk.listing(c.where.models) if n.endswith(".gguf")]
-    return [_ModelHere(re.sub(r"\.gguf$", "", os.path.basename(f)), f, 0, f == active)
-            for f in dict.fromkeys([active, *files]) if f]
+    "Registered models, the one in use, and those that toki fetched."
+    try:
+        active = str(json.loads(c.edges.disk.read_text(c.where.file("active.json"))
+                                or "{}").get("model") or "")
+    except ValueError:
+        active = ""
+    registry = read_registry(c.config, c.where, c.edges)
+    rows = [_ModelHere(e.name, entry_paths(e, registry, c.edges)[0], e.ctx, False)
+            for e in registry.models.values()]
+    known = {r.file for r in rows}
+    files = [active, *(os.path.join(c.where.models, n)
+                       for n in c.edges.disk.listing(c.where.models)
+                       if n.endswith(".gguf"))]
+    rows += [_ModelHere(re.sub(r"\.gguf$", "", os.path.basename(f)), f, 0, False)
+             for f in dict.fromkeys(files) if f and f not in known]
+    return [r._replace(active=r.file == active) for r in rows]
 
 
 def _fresh(c: Context) -> Config:
@@ -25308,11 +25318,15 @@ def _save_setting(c: Context, name: str, value: str) -> None:
 def _use_model(c: Context, name: str, ctx: int) -> None:
     "Serve another model, or the same with another context."
     model = next(m for m in _models_here(c) if m.name == name)
-    if running_daemon(c.where, c.edges):
-        stack_down(c.where, c.edges, c.say)
-    config = _as_before(c)
-    stack_up(config.but(model=model.file, ctx=ctx or config.ctx), c.where, c.edges,
-             False, c.say)
+    registered = read_registry(c.config, c.where, c.edges).find(name) is not None
+    if registered:
+        _use(c, name, switch=not ctx)
+    if not running_daemon(c.where, c.edges) or ctx or not registered:
+        if running_daemon(c.where, c.edges):
+            stack_down(c.where, c.edges, c.say)
+        config = _as_before(c)
+        stack_up(config.but(model=name if registered else model.file,
+                            ctx=ctx or config.ctx), c.where, c.edges, False, c.say)
 
 
 def _as_before(c: Context) -> Config:
@@ -25320,14 +25334,11 @@ def _as_before(c: Context) -> Config:
     config = _fresh(c)
     last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
     return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
-                      model=config.model or last.get("model") or "")
+                      model=config.model or last.get("entry") or last.get("model") or "")
 
 
 def _hall(c: Context) -> Hall:
     "What the launcher can cause here."
-    rooms = globals()                    # AGENTS may be left out of a build
-    agents = rooms.get("AGENTS", ())
-
     def up() -> None:
         stack_up(_as_before(c), c.where, c.edges, False, c.say)
 
@@ -25340,8 +25351,8 @@ def _hall(c: Context) -> Hall:
         ns = argparse.Namespace(url="", max_tokens=0, system="", mode="cached",
                                 wheel=False, forget=False)
         return cmd_tui(c._replace(ns=ns))
-    return Hall(agents, lambda a: rooms["agent_version"](a, c.edges),
-                lambda a: rooms["launch"](a, c, []), chat, lambda: _models_here(c),
+    return Hall(AGENTS, lambda a: agent_version(a, c.edges),
+                lambda a: launch(a, c, []), chat, lambda: _models_here(c),
                 lambda name, ctx: _use_model(c, name, ctx), c.state, up, restart,
                 lambda: _fresh(c), lambda name, value: _save_setting(c, name, value),
                 lambda: "")
