@@ -25334,7 +25334,7 @@ def _as_before(c: Context) -> Config:
     config = _fresh(c)
     last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
     return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
-                      model=config.model or last.get("entry") or last.get("model") or "")
+                      model=config.model or last.get("entry") or last.get("model", ""))
 
 
 def _hall(c: Context) -> Hall:
