@@ -30,6 +30,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     12 WHY       why were these tokens computed, though something like them was known?
     13 GGUF      what a model file's header says about memory
     14 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    0  WORKLOADS what agents ask; the oracle; figures and grades of a bench
     15 EDGES     the only doors to clock, disk, network, processes, terminal, log
     16 MACHINE   where state lives; memory; who runs
     17 ENGINE    one llama-server: talk, probe, start, watch, stop
@@ -45,6 +46,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     27 INSTALL   get an engine and a starter model
     28 STACK     up, down, status: engine and daemon as one thing
     29 BENCH     toki's own cost, soak, and the everyday situations
+    0  RUNS     workloads played on three arms, ask by ask
     30 DOCTOR    is everything fit, and if not, what to do
     31 COMMANDS  one function per subcommand, then main
 
@@ -4182,6 +4184,434 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 # ---------------------------------------------------------------------------
 # Above: pure.  Below: the world.
 # ---------------------------------------------------------------------------
+
+
+# ============================================================================
+# 0. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
+#    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
+#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade, score,
+#    percentile, median_interval, weigh, judge, lost_asks.
+#
+#    A workload is a generator: it yields asks and is sent the replies, so one text
+#    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
+#    seed; its sizes are shares of the context.
+# ============================================================================
+SORTS = ("prose", "code", "data")
+_NOUNS = ("river gate invoice sensor parcel harbor ledger valve orchard relay window "
+          "carrier packet shelf turbine letter market bridge column engine garden "
+          "mirror voyage signal tunnel kettle quarry meadow docket lantern").split()
+_VERBS = ("checks moves counts opens repairs sorts measures joins follows returns "
+          "closes splits carries compares stores watches").split()
+_HOWS = ("early slowly twice again later daily often first north below apart ahead "
+         "soon quietly").split()
+
+
+class Sized(NamedTuple):
+    "What a workload is fitted to: `context` tokens a slot; tokens a character."
+    context: int
+    rates: dict
+    seed: int = 1
+
+    def author(self, name: str) -> "_Author":
+        return _Author(f"{self.seed}/{name}", self)
+
+
+class Turn(NamedTuple):
+    messages: list
+    max_tokens: int = 8
+
+
+class _Author:
+    "Text of our own from a seed, of about so many tokens; another name, other text."
+
+    def __init__(self, name: str, sized: Sized):
+        self.sized = sized
+        self.state = zlib.crc32(name.encode()) or 1
+
+    def below(self, n: int) -> int:
+        "A number from 0 to n - 1 (Park and Miller's generator, equal everywhere)."
+        self.state = self.state * 48271 % 0x7FFFFFFF or 1
+        return self.state * n // 0x7FFFFFFF
+
+    def pick(self, words: Sequence[str]) -> str:
+        return words[self.below(len(words))]
+
+    def _sentence(self) -> str:
+        return (f"The {self.pick(_NOUNS)} {self.pick(_VERBS)} the {self.pick(_NOUNS)} "
+                f"{self.pick(_HOWS)}, {self.below(900) + 10} of them. ")
+
+    def _function(self) -> str:
+        noun, other, n = self.pick(_NOUNS), self.pick(_NOUNS), self.below(90) + 10
+        return (f"def {self.pick(_VERBS)}_{noun}(items, limit={n}):\n"
+                f"    total = sum(i.{other} for i in items)\n"
+                f"    if total > limit * {self.below(9) + 2}:\n"
+                f"        raise ValueError(\"{noun} over {other}\")\n"
+                f"    return total - {self.below(50)}\n\n")
+
+    def _tool(self) -> str:
+        noun = self.pick(_NOUNS)
+        return json.dumps({"name": f"{self.pick(_VERBS)}_{noun}_{self.below(900)}",
+                           "description": self._sentence().strip(), "parameters": {
+                               noun: "string", self.pick(_NOUNS): "number"}}) + "\n"
+
+    def text(self, n_tokens: float, sort: str = "prose") -> str:
+        "About `n_tokens` tokens of prose, code or data; at least a word."
+        unit = {"prose": self._sentence, "code": self._function,
+                "data": self._tool}[sort]
+        wanted, parts, size = max(8, n_tokens / self.sized.rates[sort]), [], 0
+        while size < wanted:
+            parts.append(unit())
+            size += len(parts[-1])
+        text = "".join(parts)[:int(wanted)]
+        return text if sort == "code" else text.rpartition(" ")[0] or text
+
+    def tools(self, n: int) -> list:
+        return [self._tool() for _ in range(n)]
+
+
+def sample_text(sort: str) -> str:
+    "A text whose tokens tell how many a character of this sort has."
+    author = _Author("sample", Sized(0, dict.fromkeys(SORTS, 0.25)))
+    return author.text(1000, sort)
+
+
+def _system(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def _say(history: list, text: str, limit: int = 8) -> Any:
+    "One more turn of a conversation kept in `history`."
+    history.append(_user(text))
+    reply = yield Turn(list(history), limit)
+    history.append({"role": "assistant", "content": reply})
+
+
+def _realistic_mixed(s: Sized) -> Any:
+    "two coding agents with tools, a chat, titles and a document, all in turn"
+    a = s.author("mixed")
+    head = _system("You are a coding agent. Your tools:\n" + a.text(s.context * .34,
+                                                                    "data"))
+    agents, chat = [[head], [head]], [_system("You are a friendly assistant. "
+                                              + a.text(30))]
+    document = a.text(s.context * .4)
+    for turn in range(12):
+        for i, agent in enumerate(agents):
+            yield from _say(agent, f"Result {turn} of tool {i}: " + a.text(18, "data"))
+        yield from _say(chat, a.text(14))
+        if turn % 4 == 1:
+            yield Turn([_system("Write a title of four words for this chat."),
+                        _user(chat[-2]["content"])], 4)
+        if turn % 2:
+            yield Turn([_user(f"{document}\n\nQuestion {turn}: " + a.text(10))])
+
+
+def _summarization(s: Sized) -> Any:
+    "one long document, many instructions under it"
+    a = s.author("summary")
+    document = a.text(s.context * .82)
+    for n in range(52):
+        yield Turn([_user(f"{document}\n\nInstruction {n}: " + a.text(10))])
+
+
+def _code_review(s: Sized) -> Any:
+    "three growing review threads over the same files"
+    a = s.author("review")
+    files = _system("Review these files:\n" + a.text(s.context * .73, "code"))
+    for thread in range(3):
+        history = [files]
+        for turn in range(28):
+            yield from _say(history, f"{thread}.{turn}: " + a.text(s.context * .0017),
+                            6)
+
+
+def _agent_long_output(s: Sized) -> Any:
+    "an agent whose replies are much longer than what it is asked"
+    a = s.author("long output")
+    history = [_system("You write long reports. " + a.text(s.context * .07))]
+    for _ in range(30):
+        yield from _say(history, a.text(9), max(8, int(s.context * .0292) - 26))
+
+
+def _agent_100(s: Sized) -> Any:
+    "a hundred short asks on one long head"
+    a = s.author("hundred")
+    head = _system("Answer from these rules:\n" + a.text(s.context * .35))
+    for n in range(100):
+        yield Turn([head, _user(f"Case {n}: " + a.text(10))], 4)
+
+
+def _rag_chunks(s: Sized) -> Any:
+    "found passages in varying order behind a fixed head"
+    a = s.author("passages")
+    head = _system("Answer from the passages.\n" + a.text(s.context * .72))
+    chunks = [f"[{i}] " + a.text(s.context * .014) for i in range(6)]
+    for n in range(60):
+        order = list(chunks)
+        found = [order.pop(a.below(len(order))) for _ in range(3)]
+        yield Turn([head, _user("\n".join(found) + f"\nQuestion {n}: " + a.text(8))], 4)
+
+
+def _agent_long_context(s: Sized) -> Any:
+    "an agent that works close to the end of its context"
+    a = s.author("long context")
+    history = [_system("You are an agent at work. " + a.text(s.context * .56))]
+    for turn in range(28):
+        yield from _say(history, f"Result {turn}: " + a.text(s.context * .0125 - 26,
+                                                             "data"))
+
+
+def _no_overlap(s: Sized) -> Any:
+    "asks that share nothing: there is nothing to gain, and nothing may be lost"
+    for n in range(12):
+        a = s.author(f"stranger {n}")
+        word = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[n] + "0123456789"[a.below(10)]
+        yield Turn([_system(f"{word} {a.text(s.context * .22)}"), _user(a.text(12))], 4)
+
+
+def _stress_adversarial(s: Sized) -> Any:
+    "near-misses: one word changed early, late, at block edges; nonces; permuted tools"
+    a = s.author("stress")
+    words, tools = a.text(s.context * .3).split(), a.tools(8)
+    per_word = s.context * .3 / len(words)
+
+    def ask(changed: Sequence[str], listed: Sequence[str] = tools, nonce: str = "",
+            question: str = "") -> list:
+        return [_system(nonce + " ".join(changed) + "\n" + "".join(listed)),
+                _user(question or a.text(9))]
+
+    def swap(at: int) -> list:
+        at = min(max(0, at), len(words) - 1)
+        return [*words[:at], "CHANGED" + str(a.below(900)), *words[at + 1:]]
+    yield Turn(ask(words))
+    kept: list = []
+    for n in range(8):                       # late
+        kept.append(ask(swap(len(words) - 1 - n)))
+        yield Turn(kept[-1])
+    for share in (.25, .5, .75):             # a word before, at and behind a block's edge
+        edge = int(s.context * .3 * share) // BLOCK * BLOCK
+        for off in (-1, 0, 1):
+            kept.append(ask(swap(round(edge / per_word) + off)))
+            yield Turn(kept[-1])
+    for n in range(3):                       # early, then a nonce in front
+        yield Turn(ask(swap(n)))
+        yield Turn(ask(words, nonce=f"[{n}{a.below(10 ** 6)}] "))
+    for listed in (tools[1:] + tools[:1], tools[:-2] + tools[-1:] + tools[-2:-1],
+                   tools[::-1], tools[:4] + tools[:3:-1]):
+        yield Turn(ask(words, listed))
+    for history in kept:
+        yield from _say([*history, {"role": "assistant", "content": "Noted."}],
+                        "Go on. " + a.text(6))
+
+
+WORKLOADS = {"realistic_mixed": _realistic_mixed, "summarization": _summarization,
+             "code_review": _code_review, "agent_long_output": _agent_long_output,
+             "agent_100": _agent_100, "rag_chunks": _rag_chunks,
+             "agent_long_context": _agent_long_context, "no_overlap": _no_overlap,
+             "stress_adversarial": _stress_adversarial}
+# The best hit rates that earlier systems of this kind published, in percent; of
+# agent_100 by asks after the first, of the others by tokens.
+PUBLISHED = {"realistic_mixed": 90.2, "summarization": 97.1, "code_review": 98.2,
+             "agent_long_output": 98.1, "agent_100": 99.6, "rag_chunks": 94.3,
+             "agent_long_context": 95.2, "stress_adversarial": 57.2}
+
+
+def rehearse(name: str, sized: Sized) -> list:
+    "The turns of a workload if every reply were a few words; for counts and estimates."
+    steps, turns, reply = WORKLOADS[name](sized), [], None
+    with contextlib.suppress(StopIteration):
+        while True:
+            turns.append(steps.send(reply))
+            reply = "word " * turns[-1].max_tokens
+    return turns
+
+
+# ---- the oracle ---------------------------------------------------------------------
+class PrefixOracle:
+    "An unlimited cache of exact prefixes that starts cold."
+
+    def __init__(self) -> None:
+        self.trie, self.asks = PrefixTrie(), 0
+
+    def known(self, tokens: Tokens) -> int:
+        "Tokens of this prompt that need not be computed; the last one always is."
+        found = self.trie.match(tokens, limit=1)
+        return min(found[0].length if found else 0, max(0, len(tokens) - 1))
+
+    def add(self, after: Tokens) -> None:
+        "A prompt with what was generated, but the last token, is known from now on."
+        self.asks += 1
+        self.trie.insert(self.asks, after)
+
+
+# ---- what came of it ----------------------------------------------------------------
+class Asked(NamedTuple):
+    "One ask on one arm.  Tokens; milliseconds; None where it is not known."
+    prompt: int
+    known: int               # the oracle's
+    cached: Optional[int]    # by the reply's timings
+    computed: Optional[int]  # growth of the engine's counter; None in a crowd
+    generated: int
+    ttft_ms: Optional[float]
+    at_s: float = 0.0
+    key: str = ""            # of the prompt, to find the same one on other arms
+    ask: int = 0             # toki's number of it
+    source: str = ""
+    why: str = ""
+    error: str = ""
+    asked: bool = True       # False: left out of a sample, only tokenized
+
+    @property
+    def new(self) -> Optional[int]:
+        if self.computed is None and self.cached is not None:
+            return self.prompt - self.cached
+        return self.computed
+
+
+class Run(NamedTuple):
+    "One workload on one arm, once."
+    asks: list
+    computed: Optional[int]  # growth of the engine's counter over all of it
+    saved_bytes: int = 0
+    restored_bytes: int = 0
+    seconds: float = 0.0
+    replies: Optional[dict] = None           # key -> text
+    note: str = ""
+
+
+BANDS = ((90, "A+"), (84, "A"), (80, "A-"), (75, "B"), (63, "C"), (60, "C-"), (50, "D"))
+_HIT = 10                # tokens from which reuse counts as a hit, as in BOOK
+
+
+def grade(points: float) -> str:
+    return next((name for least, name in BANDS if points >= least), "F")
+
+
+def score(prompt: int, oracle: int, computed: int, slower: float = 1.0,
+          n: int = 1) -> float:
+    """0 to 100: of the tokens that need not be computed, the share that was not.
+
+    Where next to nothing can be reused (under `_HIT` tokens for each of the `n` asks)
+    the score is what was not added: oracle / computed, over `slower`, the first-token
+    time against the fresh arm's beyond both their intervals.  A perfect cache gets 100.
+    """
+    possible = prompt - oracle
+    if possible < _HIT * n:
+        return 100 * min(1.0, oracle / max(1, computed)) / max(1.0, slower)
+    return 100 * min(1.0, max(0.0, (prompt - computed) / possible))
+
+
+def percentile(values: Sequence[float], share: float) -> Optional[float]:
+    "Nearest rank; None of nothing."
+    if not values:
+        return None
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def median_interval(values: Sequence[float]) -> Optional[tuple]:
+    "(median, low, high): 95 % interval of the median by ranks, no distribution assumed."
+    if not values:
+        return None
+    ranked, n = sorted(values), len(values)
+    half = 0.98 * n ** 0.5
+    return (ranked[n // 2], ranked[max(0, int(n / 2 - half))],
+            ranked[min(n - 1, int(n / 2 + half))])
+
+
+def weigh(runs: Sequence[Run]) -> dict:
+    "All runs of one workload on one arm, as figures."
+    asks = [a for run in runs for a in run.asks if a.asked]
+    good = [a for a in asks if not a.error]
+    times = [a.ttft_ms for a in good if a.ttft_ms is not None]
+    prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
+    spent = [run.computed for run in runs]
+    computed = None if None in spent else sum(c for c in spent if c is not None)
+    later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
+    told = [a.prompt - a.new for a in later if a.new is not None]
+    return {
+        "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
+        - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
+        "oracle_tokens": oracle, "computed_tokens": computed,
+        "generated_tokens": sum(a.generated for a in good),
+        "efficiency": oracle / max(1, computed) if computed is not None else None,
+        "hit_tokens": 1 - computed / max(1, prompt) if computed is not None else None,
+        "hit_tokens_oracle": 1 - oracle / max(1, prompt),
+        "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
+        "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
+        "ttft_ms": {"p50": percentile(times, .5), "p95": percentile(times, .95),
+                    "min": min(times, default=None), "max": max(times, default=None)},
+        "prefill_tokens_per_s": 1000 * sum(
+            a.prompt for a in good if a.ttft_ms is not None) / max(1e-9, sum(times))
+        if times else None,
+        "saved_bytes": sum(r.saved_bytes for r in runs),
+        "restored_bytes": sum(r.restored_bytes for r in runs),
+        "computed_by_run": spent, "seconds": round(sum(r.seconds for r in runs), 3)}
+
+
+def _pairs(runs: Sequence[Run], base: Sequence[Run]) -> list:
+    "(ask, the same ask of the other arm) where both were answered with a time."
+    return [(a, b) for run, other in zip(runs, base)
+            for a, b in zip(run.asks, other.asks)
+            if a.ttft_ms is not None and b.ttft_ms is not None and not a.error
+            and not b.error]
+
+
+def _against(runs: Sequence[Run], base: Sequence[Run]) -> Optional[dict]:
+    "Changes in first-token time and prefill throughput, of asks that both arms had."
+    pairs = _pairs(runs, base)
+    if not pairs:
+        return None
+    ratio = median_interval([a.ttft_ms / max(1e-9, b.ttft_ms) for a, b in pairs])
+    mine, other = (sum(x.ttft_ms for x in side) for side in zip(*pairs))
+    return {"asks": len(pairs), "ttft": ratio[0] - 1, "ttft_low": ratio[1] - 1,
+            "ttft_high": ratio[2] - 1, "prefill": other / max(1e-9, mine) - 1}
+
+
+def _outputs(runs: Sequence[Run], base: Sequence[Run]) -> dict:
+    "How the replies differ from the fresh arm's to the same prompts."
+    counts = dict.fromkeys(DIVERGENCES, 0)
+    for run, other in zip(runs, base):
+        for key, text in (run.replies or {}).items():
+            if key in (other.replies or {}):
+                counts[divergence(text, other.replies[key])] += 1
+    return counts
+
+
+def judge(name: str, arms: dict) -> dict:
+    "One workload's row: each arm's figures, changes, score and grade.  arm -> [Run]."
+    row: dict = {"workload": name, "published_hit": PUBLISHED.get(name), "arms": {}}
+    for arm, runs in arms.items():
+        figures = weigh(runs)
+        for base in ("fresh", "alone"):
+            if base in arms and base != arm:
+                figures["against_" + base] = _against(runs, arms[base])
+        if "fresh" in arms and arm != "fresh":
+            figures["outputs"] = _outputs(runs, arms["fresh"])
+        change = figures.get("against_fresh")
+        slower = 1 + max(0.0, change["ttft_low"]) if change else 1.0
+        if figures["computed_tokens"] is not None:
+            figures["score"] = score(
+                figures["prompt_tokens"], figures["oracle_tokens"],
+                figures["computed_tokens"], slower, figures["asks"])
+            figures["grade"] = grade(figures["score"])
+        row["arms"][arm] = figures
+    toki = row["arms"].get("toki")
+    if toki and name in PUBLISHED:
+        best = toki["hit_asks_oracle" if name == "agent_100" else "hit_tokens_oracle"]
+        row["sized"] = 100 * best >= PUBLISHED[name]
+    if toki and toki["computed_tokens"] is not None and name == "no_overlap":
+        row["beyond_head"] = max(0, toki["oracle_tokens"] - toki["computed_tokens"])
+    return row
+
+
+def lost_asks(run: Run, least: int = 2) -> list:
+    "(place, ask, tokens computed beyond the oracle's) of a run, the costliest first."
+    found = [(i, a, a.new - (a.prompt - a.known)) for i, a in enumerate(run.asks)
+             if a.asked and not a.error and a.new is not None]
+    return sorted((f for f in found if f[2] >= least), key=lambda f: -f[2])
 
 
 # ============================================================================
@@ -9918,16 +10348,18 @@ def run_situation(name: str, rig: Rig, scale: int = 900) -> dict:
 
 
 def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: bool,
-              config: Config, default_flags: bool = False) -> Rig:
+              config: Config, default_flags: bool = False, cold: bool = True) -> Rig:
     """A fresh engine, with toki in front or without.
 
-    `default_flags`: as people start llama-server, else as toki starts it.
+    `default_flags`: as people start llama-server, else as toki starts it.  `cold`:
+    with an empty shelf, else with what an earlier rig left.
     """
     facts = model_facts(edges, model)
     port, slots = edges.net.free_port(), max(1, config.slots)
     ctx = pick_context(facts, config.ctx, slots, available_memory(edges))
-    edges.disk.remove(where.shelf)       # a rig starts cold
-    for suffix in ("", "-wal", "-shm"):
+    if cold:
+        edges.disk.remove(where.shelf)
+    for suffix in ("", "-wal", "-shm") if cold else ():
         edges.disk.remove(where.file("shelf.db" + suffix))
     key_file = where.file("bench.key")
     edges.disk.write(key_file, b"bench\n")
@@ -10244,6 +10676,301 @@ def many_asks(rig: Rig, asks: int, conversations: int = 64) -> dict:
 def resident_bytes(pid: int, edges: Edges) -> int:
     found = re.search(r"VmRSS:\s+(\d+) kB", edges.disk.read_text(f"/proc/{pid}/status"))
     return int(found.group(1)) * 1024 if found else 0
+
+
+# ============================================================================
+# 0. RUNS - workloads played on three arms of one engine build, ask by ask.
+#    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
+#    STACK, BENCH.  offers: Bench, BenchPlan, ARMS, SIX, EVERYTHING, read_run.
+#
+#    alone    llama-server with its own defaults; its replies are the conversation
+#             that every arm then continues, so that all arms get equal prompts
+#    fresh    the same, told to reuse nothing
+#    toki     the engine as toki starts it, toki in front
+#    url      any other front-end, when one is named
+# ============================================================================
+ARMS = ("fresh", "alone", "toki")
+SIX = ("interleaved", "cold_start", "crowd", "sidekick", "restart", "swap")
+EVERYTHING = (*WORKLOADS, *SIX)
+_SCHEMA = 1
+
+
+class BenchPlan(NamedTuple):
+    "What a bench is to do; equal plans can go on where one was interrupted."
+    names: tuple
+    context: int = 4096
+    seed: int = 1
+    passes: int = 1
+    sample: int = 1          # the fresh arm answers every so manieth ask
+    url: str = ""            # a fourth arm
+    url_engine: str = ""     # the engine behind it, for its counters
+    other: str = ""          # a second model, for swap
+
+
+def _machine(edges: Edges) -> str:
+    "Processor and memory, as far as the system tells (Linux), else the platform."
+    name = re.search(r"model name\s*:\s*(.+)", edges.disk.read_text("/proc/cpuinfo"))
+    size = re.search(r"MemTotal:\s+(\d+) kB", edges.disk.read_text("/proc/meminfo"))
+    return ", ".join(([name.group(1).strip()] if name else []) + [sys.platform] + (
+        [fmt_bytes(int(size.group(1)) * 1024) + " memory"] if size else []))
+
+
+def _restart(w: Any) -> None:
+    "two agents of three turns, engine and front ended and started, two turns more"
+    _halves(w, w.restart)
+
+
+def _swap(w: Any) -> None:
+    "the same with another model served in between"
+    def there_and_back() -> None:
+        w.restart(w.plan.other)
+        w.asker().chat([{"role": "user", "content": "Are you there?"}], 4)
+        w.restart()
+    _halves(w, there_and_back)
+
+
+def _halves(w: Any, between: Callable[[], None]) -> None:
+    head = {"role": "system", "content": prose(31, w.scale)}
+    histories = [[head], [head]]
+    for turn in range(5):
+        if turn == 3:
+            between()
+        for i, history in enumerate(histories):
+            w.turns(history, f"Agent {i}, step {turn}: " + prose(3000 + 10 * turn + i,
+                                                                 40))
+
+
+def read_run(stored: dict) -> Run:
+    "A run out of its JSON form."
+    return Run(**dict(stored, asks=[Asked(**a) for a in stored["asks"]]))
+
+
+class _Play:
+    "Plays one workload on one arm; has what SITUATIONS need of a workload."
+
+    def __init__(self, bench: "Bench", arm: str, script: dict, sample: int):
+        self.bench, self.plan, self.arm = bench, bench.plan, arm
+        self.script, self.sample = script, sample
+        self.scale = self.plan.context // 5
+        self.rows: list = []
+        self.replies: dict = {}
+        self.spent: Optional[int] = 0
+        self.saved = self.restored = 0
+        self.oracle, self.lock, self.order = PrefixOracle(), threading.Lock(), 0
+        self.open_asks = 0
+        self.crowded = False
+        self.rig = bench.rig(arm)
+        self._begin()
+        self.began = bench.edges.clock.now()
+
+    def _begin(self) -> None:
+        self.before, self.own = self._counter(), self._counters().get("own_tokens", 0)
+
+    def _counter(self) -> Optional[int]:
+        with contextlib.suppress(TokiError):
+            return int(computed(self.rig.engine))
+        return None
+
+    def _counters(self) -> dict:
+        daemon = self.rig.daemon
+        return daemon.keeper.document()["counters"] if daemon else {}
+
+    def asker(self) -> Asker:
+        return Asker(self.rig.front)
+
+    def settle(self) -> None:
+        "Count what this engine life computed, toki's own checks apart."
+        self.bench.edges.clock.sleep(0.3)    # the counter trails the replies
+        now, counters = self._counter(), self._counters()
+        if now is None or self.before is None or self.spent is None:
+            self.spent = None
+        else:
+            self.spent += now - self.before - (counters.get("own_tokens", 0) - self.own)
+        self.saved += counters.get("saved_bytes", 0)
+        self.restored += counters.get("restored_bytes", 0)
+
+    def restart(self, model: str = "") -> None:
+        "End engine and front, and start them again with what they keep."
+        self.settle()
+        self.rig.close()
+        self.rig = self.bench.rig(self.arm, cold=False, model=model)
+        self._begin()
+
+    def turns(self, history: list, question: str, **more: Any) -> None:
+        history.append({"role": "user", "content": question})
+        reply = self.ask(list(history), **more)
+        history.append({"role": "assistant", "content": reply})
+
+    def ask(self, messages: list, max_tokens: int = 8, **more: Any) -> str:
+        "Ask, note what it cost, and return the reply that the script goes on with."
+        key = hashlib.blake2b(json.dumps(messages).encode(), digest_size=8).hexdigest()
+        with self.lock:
+            place, self.order = self.order, self.order + 1
+            self.rows.append(None)
+            self.open_asks += 1
+            self.crowded |= self.open_asks > 1
+        left_out = self.arm == "fresh" and place % self.sample
+        try:
+            row, reply = self._left_out(key) if left_out else self._send(
+                messages, max_tokens, key, more)
+        finally:
+            with self.lock:
+                self.open_asks -= 1
+        self._note(place, messages, row, reply)
+        self.bench.tick(self.arm)
+        return self.script.setdefault(key, reply)
+
+    def _left_out(self, key: str) -> tuple:
+        return Asked(0, 0, None, None, 0, None, key=key, asked=False), \
+            self.script.get(key, "")
+
+    def _send(self, messages: list, limit: int, key: str, more: dict) -> tuple:
+        if self.arm == "fresh":
+            more = dict(more, cache_prompt=False)
+        before, at = self._counter(), self.bench.edges.clock.now() - self.began
+        row, reply = Asked(0, 0, None, None, 0, None, round(at, 3), key), ""
+        try:
+            reply, first, t, cache = self.asker().chat(messages, limit, ignore_eos=True,
+                                                       **more)
+        except TokiError as error:
+            return row._replace(error=error.message), ""
+        after, cache = self._counter(), cache or {}
+        alone = not self.crowded and before is not None and after is not None
+        return row._replace(
+            cached=t.cache_n if t else None, generated=t.predicted_n if t else 0,
+            computed=after - before if alone else None,
+            ttft_ms=round(first, 3) if first else None, ask=cache.get("ask", 0),
+            source=cache.get("source", ""), why=cache.get("why", "")), reply
+
+    def _note(self, place: int, messages: list, row: Asked, reply: str) -> None:
+        "Put an ask beside what the oracle makes of it."
+        engine = self.bench.reader or self.rig.engine
+        prompt = engine.render(json.dumps({"messages": messages}).encode())
+        tokens = array("I", engine.tokenize(prompt, True))
+        after = array("I", engine.tokenize(prompt + reply, True))
+        stored = after[:-1] if len(after) > len(tokens) else tokens
+        with self.lock:
+            known = self.oracle.known(tokens)
+            self.oracle.add(stored)
+            self.rows[place] = row._replace(prompt=len(tokens), known=known)
+            if row.asked and not row.error:
+                self.replies.setdefault(row.key, reply)
+
+    def run(self, name: str) -> Run:
+        try:
+            if name in WORKLOADS:
+                steps, reply = WORKLOADS[name](self.bench.sized(self.rig.engine)), None
+                with contextlib.suppress(StopIteration):
+                    while True:
+                        turn = steps.send(reply)
+                        reply = self.ask(turn.messages, turn.max_tokens)
+            else:
+                {"restart": _restart, "swap": _swap, **SITUATIONS}[name](self)
+            seconds = self.bench.edges.clock.now() - self.began
+            self.settle()
+        finally:
+            self.rig.close()
+        return Run(self.rows, self.spent, self.saved, self.restored, seconds,
+                   self.replies)
+
+
+class Bench:
+    """Plays a plan; `done` holds what was played, by "name/pass/arm".
+
+    `keep` is called with the whole state after each part, so that an interrupted
+    bench can go on; `say` is told what is done and how long the rest may take.
+    """
+
+    def __init__(self, plan: BenchPlan, binary: str, model: str, edges: Edges,
+                 where: Places, config: Config, say: Callable[[str], None],
+                 keep: Callable[[dict], None], old: Optional[dict] = None):
+        self.plan, self.binary, self.model, self.edges = plan, binary, model, edges
+        self.where, self.config, self.say, self.keep = where, config, say, keep
+        self.reader: Optional[Engine] = None
+        self.setup = self._setup()
+        old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
+            else {}
+        self.done: dict = dict((old or {}).get("runs", {}))
+        self.rates: dict = {}
+        self.label, self.ticks, self.expected = "", 0, 0
+        self.finished, self.began = 0.0, edges.clock.now()
+
+    def _setup(self) -> dict:
+        "Machine, model, build, flags: what another needs to repeat it."
+        facts = model_facts(self.edges, self.model)
+        _, version = self.edges.proc.run([self.binary, "--version"])
+        found = re.search(r"version: (.+)", version)
+        same = {"model": facts.name, "model_bytes": facts.size, "kind": facts.kind,
+                "build": found.group(1).strip() if found else "unknown",
+                "flags": self.config.engine_args, "slots": self.config.slots,
+                "plan": {k: list(v) if isinstance(v, tuple) else v
+                         for k, v in self.plan._asdict().items()}}
+        return {"toki": __version__, "at": self.edges.clock.wall(), "same": same,
+                "machine": _machine(self.edges), "cores": cpu_count(),
+                "architecture": facts.architecture}
+
+    def sized(self, engine: Engine) -> Sized:
+        "The plan's sizes with this model's tokens a character."
+        if not self.rates:
+            for sort in SORTS:
+                text = sample_text(sort)
+                self.rates[sort] = len(engine.tokenize(text, False)) / len(text)
+        return Sized(self.plan.context, self.rates, self.plan.seed)
+
+    def rig(self, arm: str, cold: bool = True, model: str = "") -> Rig:
+        "An engine for one arm, with its front."
+        if arm == "url":
+            engine = Engine(self.plan.url_engine or self.plan.url, "", self.edges)
+            return Rig(engine, Engine(self.plan.url, "", self.edges), lambda: None)
+        config = self.config.but(ctx=self.plan.context)
+        if arm == "fresh":
+            config = config.but(engine_args=config.engine_args + " --cache-ram 0")
+        return start_rig(self.binary, model or self.model, self.edges, self.where,
+                         toki=arm == "toki", config=config,
+                         default_flags=arm != "toki", cold=cold)
+
+    def orders(self) -> Any:
+        "(name, pass, arms) in the order of play: the order turns from one to the next."
+        others = ["toki", "fresh"] + (["url"] if self.plan.url else [])
+        for n in range(self.plan.passes):
+            for i, name in enumerate(self.plan.names):
+                if name == "swap" and not self.plan.other:
+                    continue
+                turn = (i + n) % len(others)
+                order = ["alone", *others[turn:], *others[:turn]]
+                yield name, n, order if not n % 2 else order[1:] + order[:1]
+
+    def play(self) -> dict:
+        "All of the plan that is not done yet; returns the state."
+        parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
+        for i, (name, n, arm) in enumerate(parts):
+            key = f"{name}/{n}/{arm}"
+            if key in self.done:
+                continue
+            self.label, self.ticks = f"[{i + 1}/{len(parts)}] {name}, {arm}", 0
+            script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
+            run = _Play(self, arm, script, self._sample(name)).run(name)
+            self.finished += 1
+            left = len(parts) - i - 1
+            pace = (self.edges.clock.now() - self.began) / self.finished
+            self.say(f"{self.label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
+                f", ~{fmt_age(pace * left)} left" if left else ""))
+            self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
+            self.keep(self.state(False))
+        return self.state(True)
+
+    def _sample(self, name: str) -> int:
+        "Few asks are all asked of the fresh arm; so are those that come at once."
+        if name not in WORKLOADS or name == "no_overlap":
+            return 1
+        return self.plan.sample
+
+    def tick(self, arm: str) -> None:
+        self.ticks += 1
+
+    def state(self, complete: bool) -> dict:
+        return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
+                "runs": self.done}
 
 
 # ============================================================================
