@@ -31,6 +31,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     13 GGUF      what a model file's header says about memory
     14 SLOTFILE  a saved slot: its tokens, deltas, a wider window
     0  WORKLOADS what agents ask; the oracle; figures and grades of a bench
+    0  REPORT   a bench as terminal table and as one page with plots
     15 EDGES     the only doors to clock, disk, network, processes, terminal, log
     16 MACHINE   where state lives; memory; who runs
     17 ENGINE    one llama-server: talk, probe, start, watch, stop
@@ -75,6 +76,7 @@ import io
 import json
 import logging
 import logging.handlers
+import math
 import operator
 import os
 import queue
@@ -4189,8 +4191,8 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 # ============================================================================
 # 0. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade, score,
-#    percentile, median_interval, weigh, judge, lost_asks.
+#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade,
+#    bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
 #    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
@@ -4391,7 +4393,7 @@ def _stress_adversarial(s: Sized) -> Any:
     for n in range(8):                       # late
         kept.append(ask(swap(len(words) - 1 - n)))
         yield Turn(kept[-1])
-    for share in (.25, .5, .75):             # a word before, at and behind a block's edge
+    for share in (.25, .5, .75):             # before, at, behind a block's edge
         edge = int(s.context * .3 * share) // BLOCK * BLOCK
         for off in (-1, 0, 1):
             kept.append(ask(swap(round(edge / per_word) + off)))
@@ -4490,8 +4492,8 @@ def grade(points: float) -> str:
     return next((name for least, name in BANDS if points >= least), "F")
 
 
-def score(prompt: int, oracle: int, computed: int, slower: float = 1.0,
-          n: int = 1) -> float:
+def bench_score(prompt: int, oracle: int, spent: int, slower: float = 1.0,
+                n: int = 1) -> float:
     """0 to 100: of the tokens that need not be computed, the share that was not.
 
     Where next to nothing can be reused (under `_HIT` tokens for each of the `n` asks)
@@ -4500,8 +4502,8 @@ def score(prompt: int, oracle: int, computed: int, slower: float = 1.0,
     """
     possible = prompt - oracle
     if possible < _HIT * n:
-        return 100 * min(1.0, oracle / max(1, computed)) / max(1.0, slower)
-    return 100 * min(1.0, max(0.0, (prompt - computed) / possible))
+        return 100 * min(1.0, oracle / max(1, spent)) / max(1.0, slower)
+    return 100 * min(1.0, max(0.0, (prompt - spent) / possible))
 
 
 def percentile(values: Sequence[float], share: float) -> Optional[float]:
@@ -4512,7 +4514,7 @@ def percentile(values: Sequence[float], share: float) -> Optional[float]:
 
 
 def median_interval(values: Sequence[float]) -> Optional[tuple]:
-    "(median, low, high): 95 % interval of the median by ranks, no distribution assumed."
+    "(median, low, high): 95 % interval of the median by ranks; None of nothing."
     if not values:
         return None
     ranked, n = sorted(values), len(values)
@@ -4528,16 +4530,16 @@ def weigh(runs: Sequence[Run]) -> dict:
     times = [a.ttft_ms for a in good if a.ttft_ms is not None]
     prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
     spent = [run.computed for run in runs]
-    computed = None if None in spent else sum(c for c in spent if c is not None)
+    total = None if None in spent else sum(c for c in spent if c is not None)
     later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
     told = [a.prompt - a.new for a in later if a.new is not None]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
-        "oracle_tokens": oracle, "computed_tokens": computed,
+        "oracle_tokens": oracle, "computed_tokens": total,
         "generated_tokens": sum(a.generated for a in good),
-        "efficiency": oracle / max(1, computed) if computed is not None else None,
-        "hit_tokens": 1 - computed / max(1, prompt) if computed is not None else None,
+        "efficiency": oracle / max(1, total) if total is not None else None,
+        "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
         "hit_tokens_oracle": 1 - oracle / max(1, prompt),
         "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
         "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
@@ -4593,7 +4595,7 @@ def judge(name: str, arms: dict) -> dict:
         change = figures.get("against_fresh")
         slower = 1 + max(0.0, change["ttft_low"]) if change else 1.0
         if figures["computed_tokens"] is not None:
-            figures["score"] = score(
+            figures["score"] = bench_score(
                 figures["prompt_tokens"], figures["oracle_tokens"],
                 figures["computed_tokens"], slower, figures["asks"])
             figures["grade"] = grade(figures["score"])
@@ -4612,6 +4614,489 @@ def lost_asks(run: Run, least: int = 2) -> list:
     found = [(i, a, a.new - (a.prompt - a.known)) for i, a in enumerate(run.asks)
              if a.asked and not a.error and a.new is not None]
     return sorted((f for f in found if f[2] >= least), key=lambda f: -f[2])
+
+
+# ============================================================================
+# 0. REPORT - a bench as terminal table, as JSON, and as one page with plots.
+#    uses: WORDS, EMBED, WORKLOADS.  offers: bench_result, bench_text, bench_page,
+#    bench_compare, WORKLOAD_WORDS.
+#
+#    The page is one file without scripts or outside addresses; its plots are SVG.
+# ============================================================================
+WORKLOAD_WORDS = dict({name: make.__doc__ for name, make in WORKLOADS.items()}, **{
+    "interleaved": "three agents with one head take turns",
+    "cold_start": "four agents start at once with one new head",
+    "crowd": "eight agents on four slots, two turns each",
+    "sidekick": "one agent, a title request after each turn",
+    "restart": "two agents go on after engine and front were restarted",
+    "swap": "two agents go on after another model was served in between",
+    "pair": "two agents with one head, ten turns each",
+    "documents": "questions over two documents in turn",
+    "family": "four sub-agents start at once from a parent's context",
+    "nested": "eight agents at once, heads nested in three levels",
+    "dozen": "twelve agents with one head, five turns each"})
+_ARM_WORDS = {"fresh": "nothing reused", "alone": "llama-server by itself",
+              "toki": "llama-server behind toki", "url": "the other front-end"}
+_FORMULA = (
+    "score = 100 x (prompt tokens - computed) / (prompt tokens - oracle): of the "
+    "tokens that need not be computed, the share that was not. Where nothing can be "
+    "reused: 100 x oracle / computed, divided by the first-token time over the fresh "
+    "arm's as far as that lies beyond the interval. Grades: "
+    + ", ".join(f"{name} from {least}" for least, name in BANDS) + ", else F.")
+_PUBLISHED_WORDS = (
+    "For context only: other systems of this kind publish 62 to 96 % shorter times to "
+    "the first token and 410 to 1,280 % more prefill throughput, on other hardware, "
+    "models and workloads than these, and hit rates of "
+    + ", ".join(f"{k} {v}" for k, v in PUBLISHED.items()) + " percent.")
+
+
+def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
+    "A bench's state with its figures: rows in the plan's order, what was left out."
+    runs, plan = state["runs"], state["setup"]["same"]["plan"]
+    rows = []
+    for name in plan["names"]:
+        arms: dict = {}
+        for key in sorted(runs):
+            if key.split("/")[0] == name:
+                arms.setdefault(key.split("/")[2], []).append(read(runs[key]))
+        if arms:
+            rows.append(judge(name, arms))
+            toki = arms.get("toki")
+            rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
+                                for i, a, n in lost_asks(toki[0])[:5]] if toki else []
+    return dict(state, rows=rows, missing=[
+        n for n in plan["names"] if n not in {r["workload"] for r in rows}])
+
+
+def _signed(share: Optional[float]) -> str:
+    return "-" if share is None else f"{100 * share:+,.0f} %"
+
+
+def _percent(share: Optional[float], digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f}"
+
+
+def _ratio(value: Optional[float]) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _change(figures: dict, base: str = "fresh") -> tuple:
+    "(TTFT change with its interval, prefill change) as words."
+    found = figures.get("against_" + base)
+    if not found:
+        return "-", "-"
+    return (f"{_signed(found['ttft'])} ({100 * found['ttft_low']:+.0f} to "
+            f"{100 * found['ttft_high']:+.0f})", _signed(found["prefill"]))
+
+
+def _hit(row: dict, arm: str = "toki") -> str:
+    "Hit rate by tokens next to the oracle's, and by asks."
+    f = row["arms"][arm]
+    return (f"{_percent(f['hit_tokens'])} of {_percent(f['hit_tokens_oracle'])}, asks "
+            f"{_percent(f['hit_asks'], 0)} of {_percent(f['hit_asks_oracle'], 0)}")
+
+
+def _verdict(row: dict) -> str:
+    "A sentence about a row, where its figures need one."
+    toki, out = row["arms"].get("toki"), []
+    if "beyond_head" in row:
+        change = toki.get("against_fresh")
+        out.append(f"nothing to gain here: reused beyond the template's head "
+                   f"{row['beyond_head']} tokens")
+        if change:
+            low, high = change["ttft_low"], change["ttft_high"]
+            out.append("no gain and no cost within the interval" if low <= 0 <= high
+                       else f"first-token times {_signed(change['ttft'])} against "
+                       "nothing reused" + (": toki's own cost" if low > 0 else ""))
+    if toki and toki["refused"]:
+        out.append(f"{toki['refused']} asks were refused")
+    if row.get("sized") is False:
+        out.append("at this size the oracle stays below the published hit rate")
+    return "; ".join(out)
+
+
+def bench_text(result: dict) -> str:
+    "The summary for a terminal."
+    rows = []
+    for row in result["rows"]:
+        toki = row["arms"].get("toki")
+        if not toki:
+            continue
+        points = toki.get("score")
+        rows.append((row["workload"], *_change(toki), _hit(row),
+                     "-" if points is None else f"{points:.1f}", toki.get("grade", "-"),
+                     _ratio(toki["efficiency"]), _ratio(
+                         row["arms"].get("alone", {}).get("efficiency")),
+                     "#" * round((points or 0) / 5)))
+    setup = result["setup"]
+    out = [table(rows, ("workload", "TTFT change", "prefill change", "hit", "score",
+                        "grade", "eff.", "alone", ""))]
+    out += [f"{r['workload']}: {_verdict(r)}" for r in result["rows"] if _verdict(r)]
+    out += [f"not played: {name}" + (" (needs --other FILE, a second model)" if name
+                                     == "swap" else "") for name in result["missing"]]
+    same = setup["same"]
+    out += ["", f"{same['model']} ({same['kind']}), llama.cpp {same['build']}, "
+            f"{setup['machine']}, seed {same['plan']['seed']}, context "
+            f"{same['plan']['context']:,}.",
+            *prose_lines("Changes are of toki against the fresh arm (nothing reused), "
+                         "95 % intervals of the median in brackets; hit rates in "
+                         "percent beside the oracle's; eff. = oracle / computed tokens "
+                         "by the engine's counter. " + _FORMULA)]
+    return "\n".join(out)
+
+
+def prose_lines(text: str, width: int = 88) -> list:
+    "Text in lines that fit a terminal."
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] = (lines[-1] + " " + word).strip()
+    return lines
+
+
+def bench_compare(a: dict, b: dict) -> str:
+    "Two benches side by side; differences of set-up first."
+    out = []
+    one, two = a["setup"]["same"], b["setup"]["same"]
+    for name in one:
+        if name == "plan":
+            out += [f"differs: {k}: {v} / {two['plan'].get(k)}"
+                    for k, v in one["plan"].items() if two["plan"].get(k) != v]
+        elif one[name] != two.get(name):
+            out.append(f"differs: {name}: {one[name]} / {two.get(name)}")
+    if a["setup"]["machine"] != b["setup"]["machine"]:
+        out.append(f"differs: machine: {a['setup']['machine']} / "
+                   f"{b['setup']['machine']}; compare counts, not times")
+    others, rows = {r["workload"]: r for r in b["rows"]}, []
+    for row in a["rows"]:
+        x = row["arms"].get("toki")
+        y = others.get(row["workload"], {}).get("arms", {}).get("toki")
+        if not x or not y:
+            out.append(f"only in one of them: {row['workload']}")
+            continue
+        equal = x["computed_by_run"] == y["computed_by_run"]
+        rows.append((row["workload"], f"{_ratio(x['efficiency'])} / "
+                     f"{_ratio(y['efficiency'])}", "equal counts" if equal else
+                     f"computed {x['computed_tokens']} / {y['computed_tokens']}",
+                     f"{fmt_ms(x['ttft_ms']['p50'])} / {fmt_ms(y['ttft_ms']['p50'])}",
+                     f"{x.get('grade', '-')} / {y.get('grade', '-')}"))
+    return "\n".join([*out, table(rows, ("workload", "efficiency", "counts",
+                                         "TTFT p50", "grade"))])
+
+
+# ---- the page -----------------------------------------------------------------------
+_STYLE = """
+:root { --ink: #1d2430; --soft: #5c6675; --line: #d9dee6; --ground: #fff;
+  --card: #f6f8fa; --fresh: #8b95a3; --alone: #d07a1f; --toki: #0f7f79;
+  --url: #7a4fb5; --good: #0f7f79; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #9aa5b4;
+  --line: #343c48; --ground: #14181e; --card: #1c222a; --fresh: #8b95a3;
+  --alone: #e59a4a; --toki: #35b5ad; --url: #a98be0; --good: #35b5ad; } }
+body { margin: 0 auto; max-width: 66rem; padding: 2rem 1.2rem 4rem; color: var(--ink);
+  background: var(--ground); font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.7rem; margin: 0 0 .3rem; }
+h2 { font-size: 1.25rem; margin: 2.4rem 0 .4rem; }
+h3 { font-size: .95rem; margin: 0; } p { max-width: 46rem; margin: .4rem 0 .8rem; }
+.soft { color: var(--soft); font-size: .88rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr));
+  gap: .8rem; margin: 1.2rem 0; }
+.tile, .card { background: var(--card); border: 1px solid var(--line);
+  border-radius: .5rem; padding: .8rem 1rem; }
+.tile b { display: block; font-size: 1.6rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr));
+  gap: .8rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; padding: .35rem .6rem .35rem 0; vertical-align: top;
+  border-bottom: 1px solid var(--line); } th { color: var(--soft); font-weight: 600; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums;
+  white-space: nowrap; } .grade { font-weight: 700; }
+.what { display: block; color: var(--soft); font-size: .82rem; }
+.bar { display: inline-block; height: .6rem; background: var(--good);
+  border-radius: 2px; }
+.key span { display: inline-block; margin-right: 1.2rem; }
+.key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px;
+  margin-right: .4rem; vertical-align: -1px; }
+svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft);
+  font: 11px system-ui, sans-serif; } svg .ax { stroke: var(--line); fill: none; }
+code { font-size: .86rem; }
+"""
+
+
+def _esc(text: Any) -> str:
+    return str(text).replace("&", "&amp;").replace("<", "&lt;").replace(
+        ">", "&gt;").replace('"', "&quot;")
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]],
+                numbers: Sequence[int]) -> str:
+    "Cells are HTML already; columns in `numbers` stand to the right."
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(
+            f"<{tag}{' class=n' if i in numbers else ''}>{c}</{tag}>"
+            for i, c in enumerate(cells)) + "</tr>"
+    return "<div class=wide><table>" + line(head, "th") + "".join(
+        line(r, "td") for r in rows) + "</table></div>"
+
+
+def _key(arms: Iterable[str]) -> str:
+    return "<p class=key>" + "".join(
+        f'<span><i style="background:var(--{a})"></i>{_esc(_ARM_WORDS[a])}</span>'
+        for a in _ARM_WORDS if a in arms) + "</p>"
+
+
+def _svg(width: int, height: int, parts: Sequence[str], label: str) -> str:
+    return (f'<svg viewBox="0 0 {width} {height}" role="img" aria-label='
+            f'"{_esc(label)}">' + "".join(parts) + "</svg>")
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_esc(text)}</text>'
+
+
+def _tick_ms(ms: float) -> str:
+    return f"{ms:g} ms" if ms < 1000 else f"{ms / 1000:g} s"
+
+
+def _distribution(times: dict) -> str:
+    "Share of asks answered by a time, one step line an arm, time on a log scale."
+    values = [t for ts in times.values() for t in ts]
+    if not values:
+        return "<p class=soft>no times</p>"
+    low, high = 1.0, 10.0
+    while low > min(values):
+        low /= 10
+    while low * 10 <= min(values):
+        low *= 10
+    high = low * 10
+    while high < max(values):
+        high *= 10
+    decades = len(f"{high / low:.0f}") - 1
+
+    def x_of(ms: float) -> float:
+        return 34 + 256 * math.log10(ms / low) / decades
+    parts = []
+    for i in range(decades + 1):
+        x = x_of(low * 10 ** i)
+        parts += [f'<path class=ax d="M{x:.1f} 8V120"/>', _text(
+            x, 134, _tick_ms(low * 10 ** i), "end" if i == decades else "middle")]
+    for y, word in ((8, "all"), (64, "half"), (120, "none")):
+        parts += [f'<path class=ax d="M34 {y}H290"/>', _text(30, y + 4, word, "end")]
+    for arm, ts in times.items():
+        ranked, path = sorted(ts), ""
+        for i, ms in enumerate(ranked):
+            y = 120 - 112 * i / len(ranked)
+            path += (f"M{x_of(ms):.1f} {y:.1f}" if not i else f"H{x_of(ms):.1f}") + \
+                f"V{120 - 112 * (i + 1) / len(ranked):.1f}"
+        if path:
+            parts.append(f'<path d="{path}" fill="none" stroke="var(--{arm})" '
+                         'stroke-width="2"/>')
+    return _svg(300, 140, parts, "share of asks whose first word came by a time")
+
+
+def _efficiency_bars(rows: Sequence[dict]) -> str:
+    "Efficiency of every arm on every workload."
+    parts, y = [], 18
+    for x, word in ((210, "0"), (350, "0.5"), (490, "1: no token twice")):
+        parts.append(_text(x, 12, word, "middle"))
+    top = y
+    for row in rows:
+        arms = [a for a in _ARM_WORDS if row["arms"].get(a, {}).get("efficiency")]
+        parts.append(_text(200, y + 5 * len(arms) + 5, row["workload"], "end"))
+        for arm in arms:
+            value = row["arms"][arm]["efficiency"]
+            parts += [f'<rect x="210" y="{y}" width="{280 * min(1.05, value):.1f}" '
+                      f'height="8" fill="var(--{arm})"/>',
+                      _text(496 if value > .97 else 214 + 280 * value, y + 8,
+                            f"{value:.2f}")]
+            y += 10
+        y += 8
+    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 350, 490)]
+    return _svg(560, y + 4, lines + parts, "efficiency by workload and arm")
+
+
+def _timeline(row: dict, runs: dict) -> str:
+    "Prompt and computed tokens of each ask of one workload, ask by ask."
+    name = row["workload"]
+    lanes = [(arm, runs.get(f"{name}/0/{arm}", {}).get("asks", []))
+             for arm in ("alone", "toki")]
+    asks = max((len(a) for _, a in lanes), default=0)
+    most = max((a["prompt"] for _, lane in lanes for a in lane), default=1) or 1
+    parts, width = [], 860 / max(1, asks)
+    for lane, (arm, rows) in enumerate(lanes):
+        base = 120 + lane * 140
+        parts.append(_text(90, base - 50, _ARM_WORDS[arm].split(" ")[-1], "end"))
+        parts += [f'<path class=ax d="M96 {base}H960"/>',
+                  _text(90, base - 96, f"{most:,}", "end"), _text(90, base, "0", "end")]
+        for i, a in enumerate(rows):
+            new = a["computed"] if a["computed"] is not None else \
+                a["prompt"] - (a["cached"] or 0)
+            tall, low = 100 * a["prompt"] / most, 100 * min(new, a["prompt"]) / most
+            x = 98 + i * width
+            parts += [f'<rect x="{x:.1f}" y="{base - tall:.1f}" width='
+                      f'"{width * .8:.1f}" height="{tall:.1f}" fill="var(--line)"/>',
+                      f'<rect x="{x:.1f}" y="{base - low:.1f}" width='
+                      f'"{width * .8:.1f}" height="{low:.1f}" fill="var(--{arm})">'
+                      f'<title>ask {i}: {new:,} of {a["prompt"]:,} tokens computed'
+                      f'{": " + _esc(a["why"]) if a["why"] else ""}</title></rect>']
+    parts.append(_text(528, 280, "asks, in order", "middle"))
+    return _svg(970, 286, parts, "tokens of each ask")
+
+
+def _tiles(rows: Sequence[dict]) -> str:
+    "The few figures to read first."
+    both = [r["arms"] for r in rows if {"alone", "toki"} <= set(r["arms"])
+            and r["arms"]["toki"]["computed_tokens"] is not None
+            and r["arms"]["alone"]["computed_tokens"] is not None]
+    total = [sum(a["toki"]["prompt_tokens"] for a in both)] + [
+        sum(a[arm]["computed_tokens"] for a in both) for arm in ("alone", "toki")]
+    oracle = sum(a["toki"]["oracle_tokens"] for a in both)
+    changes = sorted(a["toki"]["against_fresh"]["ttft"] for a in both
+                     if a["toki"].get("against_fresh"))
+    tiles = [(fmt_n(total[0]), "tokens in all prompts together; without reuse all of "
+              "them are computed"),
+             (fmt_n(total[1]), "of them computed by llama-server by itself"),
+             (fmt_n(total[2]), f"computed behind toki; a perfect memory would compute "
+              f"{fmt_n(oracle)}")]
+    if changes:
+        tiles.append((_signed(changes[len(changes) // 2]), "time until the first word, "
+                      "median over the workloads, toki against nothing reused"))
+    return "<div class=tiles>" + "".join(
+        f"<div class=tile><b>{a}</b>{_esc(b)}</div>" for a, b in tiles) + "</div>"
+
+
+def _summary(rows: Sequence[dict]) -> str:
+    body = []
+    for row in rows:
+        toki = row["arms"].get("toki")
+        if not toki:
+            continue
+        note, points = _verdict(row), toki.get("score")
+        ttft, _, interval = _change(toki)[0].partition(" (")
+        published = row["published_hit"]
+        body.append((
+            f"<b>{_esc(row['workload'])}</b><span class=what>"
+            f"{_esc(WORKLOAD_WORDS.get(row['workload'], ''))}"
+            + (f". {_esc(note)}" if note else "") + "</span>",
+            f"{ttft}<span class=what>{interval.rstrip(')')}</span>",
+            _change(toki)[1], f"{_percent(toki['hit_tokens'])}<span class=what>of "
+            f"{_percent(toki['hit_tokens_oracle'])} possible"
+            + (f"; published {published}" if published else "") + "</span>",
+            "-" if points is None else f"{points:.1f}<span class=what><span class=bar "
+            f'style="width:{points * .05:.1f}rem"></span></span>',
+            f"<span class=grade>{toki.get('grade', '-')}</span>",
+            row["arms"].get("alone", {}).get("grade", "-")))
+    return _html_table(("workload", "TTFT change", "prefill change", "hit %", "score",
+                        "grade", "alone"), body, (1, 2, 3, 4))
+
+
+def _details(rows: Sequence[dict]) -> str:
+    body = []
+    for row in rows:
+        for arm, f in sorted(row["arms"].items(), key=lambda kv: list(
+                _ARM_WORDS).index(kv[0])):
+            t, outs = f["ttft_ms"], f.get("outputs") or {}
+            body.append((
+                _esc(row["workload"]), arm, fmt_n(f["asks"]), fmt_ms(t["p50"]),
+                fmt_ms(t["p95"]), f"{fmt_ms(t['min'])} to {fmt_ms(t['max'])}",
+                "-" if f["computed_tokens"] is None else fmt_n(f["computed_tokens"]),
+                _ratio(f["efficiency"]), fmt_bytes(f["saved_bytes"]
+                                                   + f["restored_bytes"]) if arm ==
+                "toki" else "-", " / ".join(str(outs[d]) for d in DIVERGENCES)
+                if outs else "-", str(f["refused"])))
+    return _html_table(("workload", "arm", "asks", "p50", "p95", "min to max",
+                        "computed", "efficiency", "moved", "outputs", "refused"), body,
+                       (2, 3, 4, 5, 6, 7, 8, 9, 10))
+
+
+def _lost(rows: Sequence[dict]) -> str:
+    body = [(_esc(r["workload"]), str(x["place"]), fmt_n(x["prompt"]),
+             fmt_n(x["known"]), fmt_n(x["beyond"]), _esc(x["why"]))
+            for r in rows for x in r.get("lost", ())]
+    if not body:
+        return "<p>No ask computed more than the perfect memory would.</p>"
+    return _html_table(("workload", "ask", "prompt", "known before", "computed beyond",
+                        "toki's reason"), body, (1, 2, 3, 4))
+
+
+def bench_page(result: dict) -> str:
+    "The whole report as one HTML file, for readers who know nothing of toki."
+    rows, setup, runs = result["rows"], result["setup"], result["runs"]
+    same, arms = setup["same"], {a for r in result["rows"] for a in r["arms"]}
+    plan = same["plan"]
+    gap = max(rows, key=lambda r: (r["arms"].get("alone", {}).get(
+        "computed_tokens") or 0) - (r["arms"].get("toki", {}).get(
+            "computed_tokens") or 0), default=None)
+    cards = "".join(
+        f"<div class=card><h3>{_esc(r['workload'])}</h3><p class=soft>"
+        f"{_esc(WORKLOAD_WORDS.get(r['workload'], ''))}</p>" + _distribution(
+            {arm: [a["ttft_ms"] for n in range(plan["passes"]) for a in runs.get(
+                f"{r['workload']}/{n}/{arm}", {}).get("asks", [])
+                if a["ttft_ms"] is not None] for arm in _ARM_WORDS if arm in r["arms"]})
+        + "</div>" for r in rows)
+    parts = [
+        f"<h1>How much of the reading is done twice?</h1><p class=soft>toki bench, "
+        f"{_esc(time_text(setup['at']))}: {_esc(same['model'])} on "
+        f"{_esc(setup['machine'])}</p>", *_PAGE_LEAD, _key(arms), _tiles(rows),
+        "<h2>Summary</h2><p>Changes compare toki with the same engine that reuses "
+        "nothing; negative times are shorter. In brackets the 95 % interval of the "
+        "median.</p>", _summary(rows),
+        "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
+        "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
+        "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
+        "further left is faster. Time is on a logarithmic scale.</p>", _key(arms),
+        f"<div class=cards>{cards}</div>"]
+    if gap:
+        parts += [f"<h2>One run, ask by ask: {_esc(gap['workload'])}</h2><p>Each "
+                  "column is one prompt; the coloured part had to be computed, the "
+                  "pale part was remembered.</p>", _timeline(gap, runs)]
+    parts += ["<h2>Where toki computed more than a perfect memory</h2>", _lost(rows),
+              "<h2>All figures</h2><p class=soft>Outputs: replies compared with the "
+              "fresh arm's, " + " / ".join(DIVERGENCES) + ". Moved: bytes saved and "
+              "restored. Computed tokens are also the proxy for energy.</p>",
+              _details(rows), "<h2>How it was measured</h2>", *_method(result)]
+    return ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport "
+            'content="width=device-width, initial-scale=1"><title>toki bench: '
+            f"{_esc(same['model'])}</title><style>{_STYLE}</style><body>"
+            + "\n".join(parts) + "</body></html>\n")
+
+
+_PAGE_LEAD = (
+    "<p>Before a language model writes its first word it has to read the whole prompt: "
+    "it computes something for every token (about three quarters of a word). Agents, "
+    "chats and document searches send nearly the same prompt again with every turn, so "
+    "most of that reading was done before. What is remembered need not be computed "
+    "again, and the first word comes sooner.</p>",
+    "<p>This page compares ways of asking one engine (llama.cpp's llama-server) the "
+    "same questions: with nothing reused, with what llama-server reuses by itself, and "
+    "with <b>toki</b>, a program in front of it that decides which remembered prompt "
+    "lives where. The yardstick is a perfect memory: one that never computes a known "
+    "beginning twice.</p>")
+
+
+def _method(result: dict) -> list:
+    setup = result["setup"]
+    same, plan = setup["same"], setup["same"]["plan"]
+    facts = (("model", f"{same['model']}, {setup['architecture']}, memory kind "
+              f"{same['kind']}, {fmt_bytes(same['model_bytes'])}"),
+             ("engine", f"llama.cpp {same['build']}, flags {same['flags'] or 'none'}"),
+             ("machine", f"{setup['machine']}, {setup['cores']} cores"),
+             ("toki", setup["toki"]), ("context a slot", fmt_n(plan["context"])),
+             ("slots", str(same["slots"])), ("seed", str(plan["seed"])),
+             ("passes", str(plan["passes"])),
+             ("fresh arm", "answers every ask" if plan["sample"] == 1 else
+              f"answers every {plan['sample']}th ask of the large workloads"),
+             ("repeat with", f"toki bench --context {plan['context']} --seed "
+              f"{plan['seed']} --workload {' '.join(plan['names'])}"))
+    return [_html_table(("what", "value"), [(k, _esc(v)) for k, v in facts], ()),
+            "<p>Every arm plays the same prompts in the same order on an engine of its "
+            "own that starts empty; the order of the arms turns from workload to "
+            "workload. The replies of llama-server by itself are the conversation that "
+            "all arms continue. Token counts are growth of the engine's own counter, "
+            "work done on the side included, toki's self-checks apart. Counts hardly "
+            "depend on how busy the machine was; times do.</p>",
+            f"<p>{_esc(_FORMULA)}</p>", f"<p class=soft>{_esc(_PUBLISHED_WORDS)}</p>"]
 
 
 # ============================================================================
@@ -11347,9 +11832,24 @@ def cmd_version(c: Context) -> int:
     return 0
 
 
-@_command(_arg("what", choices=("situations", "overhead", "soak", "texts", "emitter",
-                                "load"),
-               help="which bench: situations, overhead, soak or texts"),
+@_command(_arg("what", nargs="?", default="", choices=(
+    "", "compare", "situations", "overhead", "soak", "texts", "emitter", "load"),
+    help="nothing: the workloads; compare A.json B.json; situations, overhead, soak "
+    "or texts"),
+          _arg("files", nargs="*", help="two results to compare"),
+          _arg("--quick", action="store_true", help="the fresh arm answers every sixth "
+               "ask of the large workloads"),
+          _arg("--full", action="store_true", help="three passes, every ask"),
+          _arg("--workload", nargs="+", choices=sorted({*EVERYTHING, *SITUATIONS}),
+               metavar="NAME", help="only these: " + ", ".join(EVERYTHING)),
+          _arg("--context", type=int, default=4096,
+               help="tokens of context a slot; the workloads are sized by it"),
+          _arg("--seed", type=int, default=1, help="another seed, other texts"),
+          _arg("--html", default="", metavar="FILE", help="the report as one page"),
+          _arg("--arm-url", default="", help="a further front-end, as a fourth arm"),
+          _arg("--arm-engine", default="", help="the llama-server behind it, for its "
+               "counters"),
+          _arg("--other", default="", metavar="FILE", help="a second model, for swap"),
           _arg("--situation", action="append", choices=tuple(SITUATIONS),
                help="only this situation; may be repeated"),
           _arg("--minutes", type=float, default=2.0, help="length of the soak"),
@@ -11360,15 +11860,23 @@ def cmd_version(c: Context) -> int:
                help="asks after which the overhead bench reads toki's memory"),
           _arg("--events", type=int, default=200, help=argparse.SUPPRESS),
           _arg("--streams", type=int, default=256, help=argparse.SUPPRESS),
-          _arg("--url", default="", help=argparse.SUPPRESS), _JSON,
+          _arg("--url", default="", help=argparse.SUPPRESS),
+          _arg("--json", nargs="?", const="-", default="", metavar="FILE",
+               help="machine-readable output, into FILE if one is named"),
           settings=_RUN_SETTINGS)
 def cmd_bench(c: Context) -> int:
-    """Measure on this machine: situations, toki's own overhead, soak, equal texts."""
+    """Measure on this machine: workloads, situations, toki's own cost, soak, texts."""
     if c.ns.what == "emitter":
         emit(c.config.port, c.ns.events, c.edges)
         return 0
     if c.ns.what == "load":
         c.say(json.dumps(load(c.ns.url, c.ns.streams, c.ns.events, c.edges)))
+        return 0
+    if c.ns.what == "compare":
+        if len(c.ns.files) != 2:
+            raise UsageError(f"compare needs two files, not {len(c.ns.files)}",
+                             "toki bench compare A.json B.json")
+        c.say(bench_compare(*(_bench_file(c, path) for path in c.ns.files)))
         return 0
     where = Places(c.where.file("bench"), c.where.config_file)
     c.edges.disk.folder(where.state)
@@ -11379,11 +11887,61 @@ def cmd_bench(c: Context) -> int:
         raise UsageError("there is no engine or model to measure yet", "run `toki up`, "
                          "or give --engine-bin and --model")
     start_logging(c.edges, None, "error")
+    if not c.ns.what:
+        return _bench_workloads(c, where, binary, model)
     run = {"situations": _bench_situations, "overhead": _bench_overhead,
            "soak": _bench_soak, "texts": _bench_texts}[c.ns.what]
     rows = run(c, where, binary, model)
     if c.ns.json:
         c.say(json.dumps(rows, indent=1))
+    return 0
+
+
+def _bench_file(c: Context, path: str) -> dict:
+    "A result of an earlier bench; UsageError for anything else."
+    with contextlib.suppress(ValueError):
+        found = json.loads(c.edges.disk.read_text(c.edges.disk.absolute(path)))
+        if isinstance(found, dict) and found.get("schema") == 1 and "runs" in found:
+            return bench_result(found, read_run)
+    raise UsageError(f"{path} holds no result of a bench",
+                     "make one with `toki bench --json FILE`")
+
+
+def _bench_plan(c: Context) -> BenchPlan:
+    if c.ns.quick and c.ns.full:
+        raise UsageError("--quick and --full exclude each other", "give one of them")
+    if c.ns.context < 1024:
+        raise UsageError(f"--context {c.ns.context} is too small for the workloads",
+                         "give 1024 or more")
+    return BenchPlan(tuple(c.ns.workload or EVERYTHING), c.ns.context, c.ns.seed,
+                     3 if c.ns.full else 1, 6 if c.ns.quick else 1, c.ns.arm_url,
+                     c.ns.arm_engine, c.ns.other)
+
+
+def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
+    "The workloads on three arms; an interrupted bench goes on where it was."
+    store = c.ns.json if c.ns.json not in ("", "-") else where.file("bench.json")
+    quiet = c.ns.json == "-"
+    old = None
+    with contextlib.suppress(UsageError):
+        old = _bench_file(c, store)
+    if old and old.get("complete"):
+        old = None
+
+    def keep(state: dict) -> None:
+        c.edges.disk.write(store, json.dumps(state).encode())
+    bench = Bench(_bench_plan(c), binary, model, c.edges, where, c.config,
+                  c.edges.term.err if quiet else c.say, keep, old)
+    if bench.done:
+        c.edges.term.err(f"goes on after {len(bench.done)} parts that are in {store}")
+    result = bench_result(bench.play(), read_run)
+    for run in result["runs"].values():
+        run["replies"] = None            # they served the comparison of outputs
+    keep(result)
+    if c.ns.html:
+        c.edges.disk.write(c.ns.html, bench_page(result).encode())
+    c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
+          + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
     return 0
 
 
