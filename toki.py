@@ -20,65 +20,68 @@ values out), the rest touches the world, and only through the doors of EDGES.
     2  SETTINGS  every knob, declared once, resolved once
     3  TOKENS    token arrays, common prefixes, chained block hashes
     4  TRIE      which known prefix is the longest one of this prompt?
-    0  PICTURE   what slots and shelf hold, shared beginnings drawn once
-    5  TEXTS     which part of this rendered prompt need not be tokenized again?
-    6  EMBED     which known prompt is nearest to this one?
-    7  WIRE      what an ask and a reply look like; SSE framing; error bodies
-    8  TURNS     a conversation in no dialect, folded into what templates accept
-    9  ANTHROPIC the Messages dialect: to chat, and the reply back
-    10 RESPONSES OpenAI's Responses dialect: what its items mean as a chat
-    11 OUTPUTS   the chat stream told as Responses events
-    12 STEADY    what changes from ask to ask although nothing new is said
-    13 REPLAY    lossy copies of our own replies, put right again
-    0  FALLBACK  the nearest form of an ask that this engine does not refuse
-    14 BOOK      what we believe the slots hold; changed only by events
-    15 DECIDE    which slot, what is destroyed, and why
-    16 WHY       why were these tokens computed, though something like them was known?
-    0  AGENTS    how each coding agent is pinned to this model for one launch
-    17 GGUF      what a model file's header says about memory
-    0  FIT       which context, slots and KV type does this memory hold?
-    18 SLOTFILE  a saved slot: its tokens, deltas, a wider window
-    0  ASSETS    which release file fits this machine?
-    0  REMEDY    an engine that will not start: what to change
-    0  UNITS     what service managers want to read
-    0  PICK      which files of a listing make one model, and which to take?
-    0  REGISTRY  the models file: what it may say, where it is wrong
-    19 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    20 MACHINE   where state lives; memory; who runs
-    21 ENGINE    one llama-server: talk, probe, start, watch, stop
-    0  FETCH     files from web servers: redirects, resume, digests
-    22 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    23 RECALL    what was said before, for the asks that come after
-    24 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    0  FEED      what happens in the book, told to whoever listens
-    25 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    26 MOVES     state from slot to shelf and back, under a lease
-    27 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    28 CERTIFY   may restored contexts be trusted here?
-    29 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    0  FLEET     one engine, several models: whose turn is it?
-    30 HTTP      framing, limits, deadlines: a server made of http.server
-    31 GATEWAY   routes: bytes in and out, never decides
-    0  UNPACK    archives from elsewhere, opened safely
-    0  ENGINES   engines side by side: receipts, the pointer
-    0  RELEASE   what llama.cpp's releases offer this machine
-    0  PROBE     does this engine run here, on the device asked for?
-    0  MODELS    the models of this machine: import, check, use, remove
-    0  PULL      a model from the hub: pinned, resumed, checked, registered
-    32 INSTALL   get an engine and a starter model
-    33 STACK     up, down, status: engine and daemon as one thing
-    0  LAUNCH    start an agent, pinned to the model that runs here
-    0  WIRED     a client's own configuration that points here until it is taken back
-    0  SERVICE   toki as a service of this user
-    0  SCREEN    a terminal: keys in, styled lines out
-    0  CHAT      a conversation: raw, cached, or both side by side
-    0  TOP       what runs, what is held and what each ask cost, live
-    0  LAUNCHER  bare `toki`: chat and agents, model, stack, settings
-    34 BENCH     toki's own cost, soak, and the everyday situations
-    35 DOCTOR    is everything fit, and if not, what to do
-    0  PAGE      the web page as one readable text
-    0  WEB       a second door to a running daemon, with TLS, for browsers
-    36 COMMANDS  one function per subcommand, then main
+    5  PICTURE   what slots and shelf hold, shared beginnings drawn once
+    6  TEXTS     which part of this rendered prompt need not be tokenized again?
+    7  EMBED     which known prompt is nearest to this one?
+    8  WIRE      what an ask and a reply look like; SSE framing; error bodies
+    9  TURNS     a conversation in no dialect, folded into what templates accept
+    10 ANTHROPIC the Messages dialect: to chat, and the reply back
+    11 RESPONSES OpenAI's Responses dialect: what its items mean as a chat
+    12 OUTPUTS   the chat stream told as Responses events
+    13 STEADY    what changes from ask to ask although nothing new is said
+    14 REPLAY    lossy copies of our own replies, put right again
+    15 FALLBACK  the nearest form of an ask that this engine does not refuse
+    16 BOOK      what we believe the slots hold; changed only by events
+    17 DECIDE    which slot, what is destroyed, and why
+    18 WHY       why were these tokens computed, though something like them was known?
+    19 AGENTS    how each coding agent is pinned to this model for one launch
+    20 GGUF      what a model file's header says about memory
+    21 FIT       which context, slots and KV type does this memory hold?
+    22 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    23 ASSETS    which release file fits this machine?
+    24 REMEDY    an engine that will not start: what to change
+    25 UNITS     what service managers want to read
+    26 PICK      which files of a listing make one model, and which to take?
+    27 REGISTRY  the models file: what it may say, where it is wrong
+    28 WORKLOADS what agents ask; the oracle; figures and grades of a bench
+    29 REPORT    a bench as terminal table and as one page with plots
+    30 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    31 MACHINE   where state lives; memory; who runs
+    32 ENGINE    one llama-server: talk, probe, start, watch, stop
+    33 FETCH     files from web servers: redirects, resume, digests
+    34 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    35 RECALL    what was said before, for the asks that come after
+    36 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    37 FEED      what happens in the book, told to whoever listens
+    38 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    39 MOVES     state from slot to shelf and back, under a lease
+    40 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    41 CERTIFY   may restored contexts be trusted here?
+    42 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    43 FLEET     one engine, several models: whose turn is it?
+    44 HTTP      framing, limits, deadlines: a server made of http.server
+    45 GATEWAY   routes: bytes in and out, never de
+    46 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    47 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    48 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    49 PROBE     does this engine run here, and on the device that was asked for?
+    50 MODELS    the models of this machine: registered, imported, checked, removed
+    51 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    52 INSTALL   get an engine and a starter model
+    53 STACK     up, down, status: engine and daemon as one thing
+    54 LAUNCH    start an agent, pinned to the model that runs here
+    55 WIRED     a client's own configuration that points here until it is taken back
+    56 SERVICE   toki as a service of this user: install, remove, status
+    57 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    58 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    59 TOP       what runs, what is held and what each ask cost, live
+    60 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    61 BENCH     toki's own cost, soak, and the everyday situations
+    62 RUNS      workloads played on three arms of one engine build, ask by ask
+    63 DOCTOR    is everything fit, and if not, what to do
+    64 PAGE      the web page as one readable text
+    65 WEB       a second door to a running daemon, with TLS, for browsers
+    66 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -651,7 +654,7 @@ class PrefixTrie:
 
 
 # ============================================================================
-# 0. PICTURE - what slots and shelf hold, shared beginnings drawn once.
+# 5. PICTURE - what slots and shelf hold, shared beginnings drawn once.
 #    uses: TOKENS.  offers: Held, prefix_forest.  pure.
 #
 #        0..958 {snap 3} -- 958..1204 {slot 0}
@@ -703,7 +706,7 @@ def _cut_run(run: dict, at: int) -> None:
 
 
 # ============================================================================
-# 5. TEXTS - which part of this rendered prompt need not be tokenized again?
+# 6. TEXTS - which part of this rendered prompt need not be tokenized again?
 #    uses: TOKENS, TRIE.  offers: Cut, find_cuts, control_candidates, TextMemory,
 #    Text, Shortcut.
 #
@@ -813,7 +816,7 @@ class TextMemory:
 
 
 # ============================================================================
-# 6. EMBED - which known prompt is nearest to this one?  how do two replies differ?
+# 7. EMBED - which known prompt is nearest to this one?  how do two replies differ?
 #    uses: TOKENS.  offers: embed_tokens, text_segments, mean_vector, cosine,
 #    nearest, Candidate, divergence, divergence_text, DIVERGENCES.
 #
@@ -1014,7 +1017,7 @@ def divergence_text(counts: dict) -> str:
 
 
 # ============================================================================
-# 7. WIRE - what an ask and a reply look like; SSE framing; error bodies.
+# 8. WIRE - what an ask and a reply look like; SSE framing; error bodies.
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
 #    engine_json, over_room, Dechunker, EventSplitter, event_payload, Timings,
 #    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
@@ -1633,7 +1636,7 @@ def heartbeat_chunk(route: str, head: dict, note: Optional[dict] = None) -> byte
 
 
 # ============================================================================
-# 8. TURNS - a conversation in no dialect, folded into what templates accept.
+# 9. TURNS - a conversation in no dialect, folded into what templates accept.
 #    uses: WORDS.  offers: Takes, Dialect, Item, chat_messages, text_part,
 #    joined_text, bad_at, need_text, need_object, dump_json.
 #
@@ -1825,7 +1828,7 @@ def _content(many: Sequence[Sequence[dict]], role: str) -> Any:
 
 
 # ============================================================================
-# 9. ANTHROPIC - the Messages dialect: to chat, and the reply back.
+# 10. ANTHROPIC - the Messages dialect: to chat, and the reply back.
 #    uses: WORDS, WIRE, TURNS.  offers: ANTHROPIC, anthropic_to_chat,
 #    AnthropicStream, anthropic_reply, anthropic_error, anthropic_headers,
 #    anthropic_models, count_tokens_reply.
@@ -2591,7 +2594,7 @@ ANTHROPIC = Dialect(anthropic_to_chat, AnthropicStream, anthropic_reply,
 
 
 # ============================================================================
-# 10. RESPONSES - OpenAI's /v1/responses: what its items mean as a chat.
+# 11. RESPONSES - OpenAI's /v1/responses: what its items mean as a chat.
 #    uses: WORDS, TURNS.  offers: responses_to_chat, input_items, stored_items,
 #    Chains, Link, input_tokens_reply, ClientTool, client_tools, includes, seal,
 #    strict_json, is_object.  pure: no clock, no I/O.
@@ -3177,7 +3180,7 @@ class Chains:
 
 
 # ============================================================================
-# 11. OUTPUTS - the chat stream told as Responses events, and as a plain response.
+# 12. OUTPUTS - the chat stream told as Responses events, and as a plain response.
 #    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
 #    responses_reply, response_error.  pure: ids and times are given.
 #
@@ -3733,7 +3736,7 @@ RESPONSES = Dialect(
 
 
 # ============================================================================
-# 12. STEADY - what changes from ask to ask although nothing new is said.
+# 13. STEADY - what changes from ask to ask although nothing new is said.
 #    uses: nothing.  offers: steady, SteadyMemory, CallLinks, content_text,
 #    argument_key, text_mark.  pure: no clock, no I/O; the caller's lock guards a
 #    memory.
@@ -4203,7 +4206,7 @@ def steady(body: dict, rules: frozenset, memory: SteadyMemory,
 
 
 # ============================================================================
-# 13. REPLAY - lossy copies of our own replies, put right again.
+# 14. REPLAY - lossy copies of our own replies, put right again.
 #    uses: STEADY.  offers: ReplayMemory, repair, REPLAY_WORDS.  pure: no clock, no
 #    I/O; the caller's lock guards a memory.
 #
@@ -4587,7 +4590,7 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 
 
 # ============================================================================
-# 0. FALLBACK - the nearest form of an ask that this engine does not refuse.
+# 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
 #    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
 #    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
 #    nearer_messages, lost_system, Habits.
@@ -5260,7 +5263,7 @@ class Habits:
 
 
 # ============================================================================
-# 14. BOOK - what we believe the slots hold; changed only by events.
+# 16. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap,
 #    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn,
 #    Shelved, Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT,
@@ -5840,7 +5843,7 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 
 
 # ============================================================================
-# 15. DECIDE - which slot, what is destroyed, and why.
+# 17. DECIDE - which slot, what is destroyed, and why.
 #    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
 #    usable_snap, must_extend, incomplete, estimate_ms, p_return, learn_kind,
 #    pool_size, SLICE, P_CRASH.  pure and total: always a plan, always a why.
@@ -6297,7 +6300,7 @@ def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
 
 
 # ============================================================================
-# 16. WHY - why were these tokens computed, though something like them was known?
+# 18. WHY - why were these tokens computed, though something like them was known?
 #    uses: TOKENS.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the text of
 #    tokens comes from a callable.
 #
@@ -6643,7 +6646,7 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 
 # ============================================================================
-# 0. AGENTS - how each coding agent is pinned to this model for one launch.
+# 19. AGENTS - how each coding agent is pinned to this model for one launch.
 #    uses: WORDS.  offers: Agent, AGENTS, Facts, Wiring, wiring, FOREIGN,
 #    find_name, shim_script, claude_environment, codex_model_tables.  pure: says
 #    what to run, export and write, and does none of it.
@@ -7133,7 +7136,7 @@ def shim_script(text: str) -> str:
 
 
 # ============================================================================
-# 17. GGUF - what a model file's header says about memory.
+# 20. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, read_sort, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -7742,7 +7745,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 
 
 # ============================================================================
-# 0. FIT - which context, how many slots, which KV type does this memory hold?
+# 21. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
 #    wishes_of, most_new_tokens, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
@@ -8256,7 +8259,7 @@ def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
 
 
 # ============================================================================
-# 18. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 22. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -8604,7 +8607,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
-# 0. ASSETS - which release file fits this machine, and did it find its device?
+# 23. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
 #    gfx_override, SUPPORT, box_text.
@@ -8900,7 +8903,7 @@ def device_lines(text: str, backend: str) -> list:
 
 
 # ============================================================================
-# 0. REMEDY - an engine that will not start: what to change, said in one clause.
+# 24. REMEDY - an engine that will not start: what to change, said in one clause.
 #    uses: WORDS.  offers: Remedy, Remedies, crash_remedy, load_remedy, apply_remedies,
 #    fit_flags, known_template, template_names, read_remedies.
 # ============================================================================
@@ -9145,7 +9148,7 @@ def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
 
 
 # ============================================================================
-# 0. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
+# 25. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
 #    uses: WORDS.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
 #    unit_for.
 # ============================================================================
@@ -9291,7 +9294,7 @@ def _joined(*parts: str, sep: str = "/") -> str:
 
 
 # ============================================================================
-# 0. PICK - which files of a listing make one model, and which one to take?
+# 26. PICK - which files of a listing make one model, and which one to take?
 #    uses: WORDS.  offers: RepoFile, RepoModel, candidates, projectors, quant_of,
 #    choose, near_names, split_of, MODEL_ORDER.
 #
@@ -9502,7 +9505,7 @@ def _needs(c: RepoModel) -> int:
 
 
 # ============================================================================
-# 0. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
+# 27. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
 #    uses: WORDS, PICK.  offers: REGISTRY_SCHEMA, ENTRY_KEYS, Entry, Registry,
 #    parse_registry, edit_registry, key_lines, read_yaml_entries, YAML_HINT,
 #    default_name, check_name.
@@ -9816,7 +9819,920 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 
 # ============================================================================
-# 19. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
+#    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
+#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade,
+#    bench_score, percentile, median_interval, weigh, judge, lost_asks.
+#
+#    A workload is a generator: it yields asks and is sent the replies, so one text
+#    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
+#    seed; its sizes are shares of the context.
+# ============================================================================
+SORTS = ("prose", "code", "data")
+_NOUNS = ("river gate invoice sensor parcel harbor ledger valve orchard relay window "
+          "carrier packet shelf turbine letter market bridge column engine garden "
+          "mirror voyage signal tunnel kettle quarry meadow docket lantern").split()
+_VERBS = ("checks moves counts opens repairs sorts measures joins follows returns "
+          "closes splits carries compares stores watches").split()
+_HOWS = ("early slowly twice again later daily often first north below apart ahead "
+         "soon quietly").split()
+
+
+class Sized(NamedTuple):
+    "What a workload is fitted to: `context` tokens a slot; tokens a character."
+    context: int
+    rates: dict
+    seed: int = 1
+
+    def author(self, name: str) -> "_Author":
+        return _Author(f"{self.seed}/{name}", self)
+
+
+class Turn(NamedTuple):
+    messages: list
+    max_tokens: int = 8
+
+
+class _Author:
+    "Text of our own from a seed, of about so many tokens; another name, other text."
+
+    def __init__(self, name: str, sized: Sized):
+        self.sized = sized
+        self.state = zlib.crc32(name.encode()) or 1
+
+    def below(self, n: int) -> int:
+        "A number from 0 to n - 1 (Park and Miller's generator, equal everywhere)."
+        self.state = self.state * 48271 % 0x7FFFFFFF or 1
+        return self.state * n // 0x7FFFFFFF
+
+    def pick(self, words: Sequence[str]) -> str:
+        return words[self.below(len(words))]
+
+    def _sentence(self) -> str:
+        return (f"The {self.pick(_NOUNS)} {self.pick(_VERBS)} the {self.pick(_NOUNS)} "
+                f"{self.pick(_HOWS)}, {self.below(900) + 10} of them. ")
+
+    def _function(self) -> str:
+        noun, other, n = self.pick(_NOUNS), self.pick(_NOUNS), self.below(90) + 10
+        return (f"def {self.pick(_VERBS)}_{noun}(items, limit={n}):\n"
+                f"    total = sum(i.{other} for i in items)\n"
+                f"    if total > limit * {self.below(9) + 2}:\n"
+                f"        raise ValueError(\"{noun} over {other}\")\n"
+                f"    return total - {self.below(50)}\n\n")
+
+    def _tool(self) -> str:
+        noun = self.pick(_NOUNS)
+        return json.dumps({"name": f"{self.pick(_VERBS)}_{noun}_{self.below(900)}",
+                           "description": self._sentence().strip(), "parameters": {
+                               noun: "string", self.pick(_NOUNS): "number"}}) + "\n"
+
+    def text(self, n_tokens: float, sort: str = "prose") -> str:
+        "About `n_tokens` tokens of prose, code or data; at least a word."
+        unit = {"prose": self._sentence, "code": self._function,
+                "data": self._tool}[sort]
+        wanted, parts, size = max(8, n_tokens / self.sized.rates[sort]), [], 0
+        while size < wanted:
+            parts.append(unit())
+            size += len(parts[-1])
+        text = "".join(parts)[:int(wanted)]
+        return text if sort == "code" else text.rpartition(" ")[0] or text
+
+    def tools(self, n: int) -> list:
+        return [self._tool() for _ in range(n)]
+
+
+def sample_text(sort: str) -> str:
+    "A text whose tokens tell how many a character of this sort has."
+    author = _Author("sample", Sized(0, dict.fromkeys(SORTS, 0.25)))
+    return author.text(1000, sort)
+
+
+def _system(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def _say(history: list, text: str, limit: int = 8) -> Any:
+    "One more turn of a conversation kept in `history`."
+    history.append(_user(text))
+    reply = yield Turn(list(history), limit)
+    history.append({"role": "assistant", "content": reply})
+
+
+def _realistic_mixed(s: Sized) -> Any:
+    "two coding agents with tools, a chat, titles and a document, all in turn"
+    a = s.author("mixed")
+    head = _system("You are a coding agent. Your tools:\n" + a.text(s.context * .34,
+                                                                    "data"))
+    agents, chat = [[head], [head]], [_system("You are a friendly assistant. "
+                                              + a.text(30))]
+    document = a.text(s.context * .4)
+    for turn in range(12):
+        for i, agent in enumerate(agents):
+            yield from _say(agent, f"Result {turn} of tool {i}: " + a.text(18, "data"))
+        yield from _say(chat, a.text(14))
+        if turn % 4 == 1:
+            yield Turn([_system("Write a title of four words for this chat."),
+                        _user(chat[-2]["content"])], 4)
+        if turn % 2:
+            yield Turn([_user(f"{document}\n\nQuestion {turn}: " + a.text(10))])
+
+
+def _summarization(s: Sized) -> Any:
+    "one long document, many instructions under it"
+    a = s.author("summary")
+    document = a.text(s.context * .82)
+    for n in range(52):
+        yield Turn([_user(f"{document}\n\nInstruction {n}: " + a.text(10))])
+
+
+def _code_review(s: Sized) -> Any:
+    "three growing review threads over the same files"
+    a = s.author("review")
+    files = _system("Review these files:\n" + a.text(s.context * .73, "code"))
+    for thread in range(3):
+        history = [files]
+        for turn in range(28):
+            yield from _say(history, f"{thread}.{turn}: " + a.text(s.context * .0017),
+                            6)
+
+
+def _agent_long_output(s: Sized) -> Any:
+    "an agent whose replies are much longer than what it is asked"
+    a = s.author("long output")
+    history = [_system("You write long reports. " + a.text(s.context * .07))]
+    for _ in range(30):
+        yield from _say(history, a.text(9), max(8, int(s.context * .0292) - 26))
+
+
+def _agent_100(s: Sized) -> Any:
+    "a hundred short asks on one long head"
+    a = s.author("hundred")
+    head = _system("Answer from these rules:\n" + a.text(s.context * .35))
+    for n in range(100):
+        yield Turn([head, _user(f"Case {n}: " + a.text(10))], 4)
+
+
+def _rag_chunks(s: Sized) -> Any:
+    "found passages in varying order behind a fixed head"
+    a = s.author("passages")
+    head = _system("Answer from the passages.\n" + a.text(s.context * .72))
+    chunks = [f"[{i}] " + a.text(s.context * .014) for i in range(6)]
+    for n in range(60):
+        order = list(chunks)
+        found = [order.pop(a.below(len(order))) for _ in range(3)]
+        yield Turn([head, _user("\n".join(found) + f"\nQuestion {n}: " + a.text(8))], 4)
+
+
+def _agent_long_context(s: Sized) -> Any:
+    "an agent that works close to the end of its context"
+    a = s.author("long context")
+    history = [_system("You are an agent at work. " + a.text(s.context * .56))]
+    for turn in range(28):
+        yield from _say(history, f"Result {turn}: " + a.text(s.context * .0125 - 26,
+                                                             "data"))
+
+
+def _no_overlap(s: Sized) -> Any:
+    "asks that share nothing: there is nothing to gain, and nothing may be lost"
+    for n in range(12):
+        a = s.author(f"stranger {n}")
+        word = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[n] + "0123456789"[a.below(10)]
+        yield Turn([_system(f"{word} {a.text(s.context * .22)}"), _user(a.text(12))], 4)
+
+
+def _stress_adversarial(s: Sized) -> Any:
+    "near-misses: one word changed early, late, at block edges; nonces; permuted tools"
+    a = s.author("stress")
+    words, tools = a.text(s.context * .3).split(), a.tools(8)
+    per_word = s.context * .3 / len(words)
+
+    def ask(changed: Sequence[str], listed: Sequence[str] = tools, nonce: str = "",
+            question: str = "") -> list:
+        return [_system(nonce + " ".join(changed) + "\n" + "".join(listed)),
+                _user(question or a.text(9))]
+
+    def swap(at: int) -> list:
+        at = min(max(0, at), len(words) - 1)
+        return [*words[:at], "CHANGED" + str(a.below(900)), *words[at + 1:]]
+    yield Turn(ask(words))
+    kept: list = []
+    for n in range(8):                       # late
+        kept.append(ask(swap(len(words) - 1 - n)))
+        yield Turn(kept[-1])
+    for share in (.25, .5, .75):             # before, at, behind a block's edge
+        edge = int(s.context * .3 * share) // BLOCK * BLOCK
+        for off in (-1, 0, 1):
+            kept.append(ask(swap(round(edge / per_word) + off)))
+            yield Turn(kept[-1])
+    for n in range(3):                       # early, then a nonce in front
+        yield Turn(ask(swap(n)))
+        yield Turn(ask(words, nonce=f"[{n}{a.below(10 ** 6)}] "))
+    for listed in (tools[1:] + tools[:1], tools[:-2] + tools[-1:] + tools[-2:-1],
+                   tools[::-1], tools[:4] + tools[:3:-1]):
+        yield Turn(ask(words, listed))
+    for history in kept:
+        yield from _say([*history, {"role": "assistant", "content": "Noted."}],
+                        "Go on. " + a.text(6))
+
+
+WORKLOADS = {"realistic_mixed": _realistic_mixed, "summarization": _summarization,
+             "code_review": _code_review, "agent_long_output": _agent_long_output,
+             "agent_100": _agent_100, "rag_chunks": _rag_chunks,
+             "agent_long_context": _agent_long_context, "no_overlap": _no_overlap,
+             "stress_adversarial": _stress_adversarial}
+# The best hit rates that earlier systems of this kind published, in percent; of
+# agent_100 by asks after the first, of the others by tokens.
+PUBLISHED = {"realistic_mixed": 90.2, "summarization": 97.1, "code_review": 98.2,
+             "agent_long_output": 98.1, "agent_100": 99.6, "rag_chunks": 94.3,
+             "agent_long_context": 95.2, "stress_adversarial": 57.2}
+
+
+def rehearse(name: str, sized: Sized) -> list:
+    "The turns of a workload if every reply were a few words; for counts and estimates."
+    steps, turns, reply = WORKLOADS[name](sized), [], None
+    with contextlib.suppress(StopIteration):
+        while True:
+            turns.append(steps.send(reply))
+            reply = "word " * turns[-1].max_tokens
+    return turns
+
+
+# ---- the oracle ---------------------------------------------------------------------
+class PrefixOracle:
+    "An unlimited cache of exact prefixes that starts cold."
+
+    def __init__(self) -> None:
+        self.trie, self.asks = PrefixTrie(), 0
+
+    def known(self, tokens: Tokens) -> int:
+        "Tokens of this prompt that need not be computed; the last one always is."
+        found = self.trie.match(tokens, limit=1)
+        return min(found[0].length if found else 0, max(0, len(tokens) - 1))
+
+    def add(self, after: Tokens) -> None:
+        "A prompt with what was generated, but the last token, is known from now on."
+        self.asks += 1
+        self.trie.insert(self.asks, after)
+
+
+# ---- what came of it ----------------------------------------------------------------
+class Asked(NamedTuple):
+    "One ask on one arm.  Tokens; milliseconds; None where it is not known."
+    prompt: int
+    known: int               # the oracle's
+    cached: Optional[int]    # by the reply's timings
+    computed: Optional[int]  # growth of the engine's counter; None in a crowd
+    generated: int
+    ttft_ms: Optional[float]
+    at_s: float = 0.0
+    key: str = ""            # of the prompt, to find the same one on other arms
+    ask: int = 0             # toki's number of it
+    source: str = ""
+    why: str = ""
+    error: str = ""
+    asked: bool = True       # False: left out of a sample, only tokenized
+
+    @property
+    def new(self) -> Optional[int]:
+        if self.computed is None and self.cached is not None:
+            return self.prompt - self.cached
+        return self.computed
+
+
+class Run(NamedTuple):
+    "One workload on one arm, once."
+    asks: list
+    computed: Optional[int]  # growth of the engine's counter over all of it
+    saved_bytes: int = 0
+    restored_bytes: int = 0
+    seconds: float = 0.0
+    replies: Optional[dict] = None           # key -> text
+    note: str = ""
+
+
+BANDS = ((90, "A+"), (84, "A"), (80, "A-"), (75, "B"), (63, "C"), (60, "C-"), (50, "D"))
+_HIT = 10                # tokens from which reuse counts as a hit, as in BOOK
+
+
+def grade(points: float) -> str:
+    return next((name for least, name in BANDS if points >= least), "F")
+
+
+def bench_score(prompt: int, oracle: int, spent: int, slower: float = 1.0,
+                n: int = 1) -> float:
+    """0 to 100: of the tokens that need not be computed, the share that was not.
+
+    Where next to nothing can be reused (under `_HIT` tokens for each of the `n` asks)
+    the score is what was not added: oracle / computed, over `slower`, the first-token
+    time against the fresh arm's beyond both their intervals.  A perfect cache gets 100.
+    """
+    possible = prompt - oracle
+    if possible < _HIT * n:
+        return 100 * min(1.0, oracle / max(1, spent)) / max(1.0, slower)
+    return 100 * min(1.0, max(0.0, (prompt - spent) / possible))
+
+
+def percentile(values: Sequence[float], share: float) -> Optional[float]:
+    "Nearest rank; None of nothing."
+    if not values:
+        return None
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def median_interval(values: Sequence[float]) -> Optional[tuple]:
+    "(median, low, high): 95 % interval of the median by ranks; None of nothing."
+    if not values:
+        return None
+    ranked, n = sorted(values), len(values)
+    half = 0.98 * n ** 0.5
+    return (ranked[n // 2], ranked[max(0, int(n / 2 - half))],
+            ranked[min(n - 1, int(n / 2 + half))])
+
+
+def weigh(runs: Sequence[Run]) -> dict:
+    "All runs of one workload on one arm, as figures."
+    asks = [a for run in runs for a in run.asks if a.asked]
+    good = [a for a in asks if not a.error]
+    times = [a.ttft_ms for a in good if a.ttft_ms is not None]
+    prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
+    spent = [run.computed for run in runs]
+    total = None if None in spent else sum(c for c in spent if c is not None)
+    later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
+    told = [a.prompt - a.new for a in later if a.new is not None]
+    return {
+        "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
+        - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
+        "oracle_tokens": oracle, "computed_tokens": total,
+        "generated_tokens": sum(a.generated for a in good),
+        "efficiency": oracle / max(1, total) if total is not None else None,
+        "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
+        "hit_tokens_oracle": 1 - oracle / max(1, prompt),
+        "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
+        "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
+        "ttft_ms": {"p50": percentile(times, .5), "p95": percentile(times, .95),
+                    "min": min(times, default=None), "max": max(times, default=None)},
+        "prefill_tokens_per_s": 1000 * sum(
+            a.prompt for a in good if a.ttft_ms is not None) / max(1e-9, sum(times))
+        if times else None,
+        "saved_bytes": sum(r.saved_bytes for r in runs),
+        "restored_bytes": sum(r.restored_bytes for r in runs),
+        "computed_by_run": spent, "seconds": round(sum(r.seconds for r in runs), 3)}
+
+
+def _question_pairs(runs: Sequence[Run], base: Sequence[Run]) -> list:
+    "(ask, the same ask of the other arm) where both were answered with a time."
+    return [(a, b) for run, other in zip(runs, base)
+            for a, b in zip(run.asks, other.asks)
+            if a.ttft_ms is not None and b.ttft_ms is not None and not a.error
+            and not b.error]
+
+
+def _against(runs: Sequence[Run], base: Sequence[Run]) -> Optional[dict]:
+    "Changes in first-token time and prefill throughput, of asks that both arms had."
+    pairs = _question_pairs(runs, base)
+    if not pairs:
+        return None
+    ratio = median_interval([a.ttft_ms / max(1e-9, b.ttft_ms) for a, b in pairs])
+    mine, other = (sum(x.ttft_ms for x in side) for side in zip(*pairs))
+    return {"asks": len(pairs), "ttft": ratio[0] - 1, "ttft_low": ratio[1] - 1,
+            "ttft_high": ratio[2] - 1, "prefill": other / max(1e-9, mine) - 1}
+
+
+def _outputs(runs: Sequence[Run], base: Sequence[Run]) -> dict:
+    "How the replies differ from the fresh arm's to the same prompts."
+    counts = dict.fromkeys(DIVERGENCES, 0)
+    for run, other in zip(runs, base):
+        for key, text in (run.replies or {}).items():
+            if key in (other.replies or {}):
+                counts[divergence(text, other.replies[key])] += 1
+    return counts
+
+
+def judge(name: str, arms: dict) -> dict:
+    "One workload's row: each arm's figures, changes, score and grade.  arm -> [Run]."
+    row: dict = {"workload": name, "published_hit": PUBLISHED.get(name), "arms": {}}
+    for arm, runs in arms.items():
+        figures = weigh(runs)
+        for base in ("fresh", "alone"):
+            if base in arms and base != arm:
+                figures["against_" + base] = _against(runs, arms[base])
+        if "fresh" in arms and arm != "fresh":
+            figures["outputs"] = _outputs(runs, arms["fresh"])
+        change = figures.get("against_fresh")
+        slower = 1 + max(0.0, change["ttft_low"]) if change else 1.0
+        if figures["computed_tokens"] is not None:
+            figures["score"] = bench_score(
+                figures["prompt_tokens"], figures["oracle_tokens"],
+                figures["computed_tokens"], slower, figures["asks"])
+            figures["grade"] = grade(figures["score"])
+        row["arms"][arm] = figures
+    toki = row["arms"].get("toki")
+    if toki and name in PUBLISHED:
+        best = toki["hit_asks_oracle" if name == "agent_100" else "hit_tokens_oracle"]
+        row["sized"] = 100 * best >= PUBLISHED[name]
+    if toki and toki["computed_tokens"] is not None and name == "no_overlap":
+        row["beyond_head"] = max(0, toki["oracle_tokens"] - toki["computed_tokens"])
+    return row
+
+
+def lost_asks(run: Run, least: int = 2) -> list:
+    "(place, ask, tokens computed beyond the oracle's) of a run, the costliest first."
+    found = [(i, a, a.new - (a.prompt - a.known)) for i, a in enumerate(run.asks)
+             if a.asked and not a.error and a.new is not None]
+    return sorted((f for f in found if f[2] >= least), key=lambda f: -f[2])
+
+
+# ============================================================================
+# 29. REPORT - a bench as terminal table, as JSON, and as one page with plots.
+#    uses: WORDS, EMBED, WORKLOADS.  offers: bench_result, bench_text, bench_page,
+#    bench_compare, WORKLOAD_WORDS.
+#
+#    The page is one file without scripts or outside addresses; its plots are SVG.
+# ============================================================================
+WORKLOAD_WORDS = dict({name: make.__doc__ for name, make in WORKLOADS.items()}, **{
+    "interleaved": "three agents with one head take turns",
+    "cold_start": "four agents start at once with one new head",
+    "crowd": "eight agents on four slots, two turns each",
+    "sidekick": "one agent, a title request after each turn",
+    "restart": "two agents go on after engine and front were restarted",
+    "swap": "two agents go on after another model was served in between",
+    "pair": "two agents with one head, ten turns each",
+    "documents": "questions over two documents in turn",
+    "family": "four sub-agents start at once from a parent's context",
+    "nested": "eight agents at once, heads nested in three levels",
+    "dozen": "twelve agents with one head, five turns each"})
+_ARM_WORDS = {"fresh": "nothing reused", "alone": "llama-server by itself",
+              "toki": "llama-server behind toki", "url": "the other front-end"}
+_FORMULA = (
+    "score = 100 x (prompt tokens - computed) / (prompt tokens - oracle): of the "
+    "tokens that need not be computed, the share that was not. Where nothing can be "
+    "reused: 100 x oracle / computed, divided by the first-token time over the fresh "
+    "arm's as far as that lies beyond the interval. Grades: "
+    + ", ".join(f"{name} from {least}" for least, name in BANDS) + ", else F.")
+_PUBLISHED_WORDS = (
+    "For context only: other systems of this kind publish 62 to 96 % shorter times to "
+    "the first token and 410 to 1,280 % more prefill throughput, on other hardware, "
+    "models and workloads than these, and hit rates of "
+    + ", ".join(f"{k} {v}" for k, v in PUBLISHED.items()) + " percent.")
+
+
+def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
+    "A bench's state with its figures: rows in the plan's order, what was left out."
+    runs, plan = state["runs"], state["setup"]["same"]["plan"]
+    rows = []
+    for name in plan["names"]:
+        arms: dict = {}
+        for key in sorted(runs):
+            if key.split("/")[0] == name:
+                arms.setdefault(key.split("/")[2], []).append(read(runs[key]))
+        if arms:
+            rows.append(judge(name, arms))
+            toki = arms.get("toki")
+            rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
+                                for i, a, n in lost_asks(toki[0])[:5]] if toki else []
+    return dict(state, rows=rows, missing=[
+        n for n in plan["names"] if n not in {r["workload"] for r in rows}])
+
+
+def _signed(share: Optional[float]) -> str:
+    return "-" if share is None else f"{100 * share:+,.0f} %"
+
+
+def _percent(share: Optional[float], digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f}"
+
+
+def _ratio(value: Optional[float]) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _change(figures: dict, base: str = "fresh") -> tuple:
+    "(TTFT change with its interval, prefill change) as words."
+    found = figures.get("against_" + base)
+    if not found:
+        return "-", "-"
+    return (f"{_signed(found['ttft'])} ({100 * found['ttft_low']:+.0f} to "
+            f"{100 * found['ttft_high']:+.0f})", _signed(found["prefill"]))
+
+
+def _hit(row: dict, arm: str = "toki") -> str:
+    "Hit rate by tokens next to the oracle's, and by asks."
+    f = row["arms"][arm]
+    return (f"{_percent(f['hit_tokens'])} of {_percent(f['hit_tokens_oracle'])}, asks "
+            f"{_percent(f['hit_asks'], 0)} of {_percent(f['hit_asks_oracle'], 0)}")
+
+
+def _verdict(row: dict) -> str:
+    "A sentence about a row, where its figures need one."
+    toki, out = row["arms"].get("toki"), []
+    if "beyond_head" in row:
+        change = toki.get("against_fresh")
+        out.append(f"nothing to gain here: reused beyond the template's head "
+                   f"{row['beyond_head']} tokens")
+        if change:
+            low, high = change["ttft_low"], change["ttft_high"]
+            out.append("no gain and no cost within the interval" if low <= 0 <= high
+                       else f"first-token times {_signed(change['ttft'])} against "
+                       "nothing reused" + (": toki's own cost" if low > 0 else ""))
+    if toki and toki["refused"]:
+        out.append(f"{toki['refused']} asks were refused")
+    if row.get("sized") is False:
+        out.append("at this size the oracle stays below the published hit rate")
+    return "; ".join(out)
+
+
+def bench_text(result: dict) -> str:
+    "The summary for a terminal."
+    rows = []
+    for row in result["rows"]:
+        toki = row["arms"].get("toki")
+        if not toki:
+            continue
+        points = toki.get("score")
+        rows.append((row["workload"], *_change(toki), _hit(row),
+                     "-" if points is None else f"{points:.1f}", toki.get("grade", "-"),
+                     _ratio(toki["efficiency"]), _ratio(
+                         row["arms"].get("alone", {}).get("efficiency")),
+                     "#" * round((points or 0) / 5)))
+    setup = result["setup"]
+    out = [table(rows, ("workload", "TTFT change", "prefill change", "hit", "score",
+                        "grade", "eff.", "alone", ""))]
+    out += [f"{r['workload']}: {_verdict(r)}" for r in result["rows"] if _verdict(r)]
+    out += [f"not played: {name}" + (" (needs --other FILE, a second model)" if name
+                                     == "swap" else "") for name in result["missing"]]
+    same = setup["same"]
+    out += ["", f"{same['model']} ({same['kind']}), llama.cpp {same['build']}, "
+            f"{setup['machine']}, seed {same['plan']['seed']}, context "
+            f"{same['plan']['context']:,}.",
+            *prose_lines("Changes are of toki against the fresh arm (nothing reused), "
+                         "95 % intervals of the median in brackets; hit rates in "
+                         "percent beside the oracle's; eff. = oracle / computed tokens "
+                         "by the engine's counter. " + _FORMULA)]
+    return "\n".join(out)
+
+
+def prose_lines(text: str, width: int = 88) -> list:
+    "Text in lines that fit a terminal."
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] = (lines[-1] + " " + word).strip()
+    return lines
+
+
+def bench_compare(a: dict, b: dict) -> str:
+    "Two benches side by side; differences of set-up first."
+    out = []
+    one, two = a["setup"]["same"], b["setup"]["same"]
+    for name in one:
+        if name == "plan":
+            out += [f"differs: {k}: {v} / {two['plan'].get(k)}"
+                    for k, v in one["plan"].items() if two["plan"].get(k) != v]
+        elif one[name] != two.get(name):
+            out.append(f"differs: {name}: {one[name]} / {two.get(name)}")
+    if a["setup"]["machine"] != b["setup"]["machine"]:
+        out.append(f"differs: machine: {a['setup']['machine']} / "
+                   f"{b['setup']['machine']}; compare counts, not times")
+    others, rows = {r["workload"]: r for r in b["rows"]}, []
+    for row in a["rows"]:
+        x = row["arms"].get("toki")
+        y = others.get(row["workload"], {}).get("arms", {}).get("toki")
+        if not x or not y:
+            out.append(f"only in one of them: {row['workload']}")
+            continue
+        equal = x["computed_by_run"] == y["computed_by_run"]
+        rows.append((row["workload"], f"{_ratio(x['efficiency'])} / "
+                     f"{_ratio(y['efficiency'])}", "equal counts" if equal else
+                     f"computed {x['computed_tokens']} / {y['computed_tokens']}",
+                     f"{fmt_ms(x['ttft_ms']['p50'])} / {fmt_ms(y['ttft_ms']['p50'])}",
+                     f"{x.get('grade', '-')} / {y.get('grade', '-')}"))
+    return "\n".join([*out, table(rows, ("workload", "efficiency", "counts",
+                                         "TTFT p50", "grade"))])
+
+
+# ---- the page -----------------------------------------------------------------------
+_STYLE = """
+:root { --ink: #1d2430; --soft: #5c6675; --line: #d9dee6; --ground: #fff;
+  --card: #f6f8fa; --fresh: #8b95a3; --alone: #d07a1f; --toki: #0f7f79;
+  --url: #7a4fb5; --good: #0f7f79; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #9aa5b4;
+  --line: #343c48; --ground: #14181e; --card: #1c222a; --fresh: #8b95a3;
+  --alone: #e59a4a; --toki: #35b5ad; --url: #a98be0; --good: #35b5ad; } }
+body { margin: 0 auto; max-width: 66rem; padding: 2rem 1.2rem 4rem; color: var(--ink);
+  background: var(--ground); font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.7rem; margin: 0 0 .3rem; }
+h2 { font-size: 1.25rem; margin: 2.4rem 0 .4rem; }
+h3 { font-size: .95rem; margin: 0; } p { max-width: 46rem; margin: .4rem 0 .8rem; }
+.soft { color: var(--soft); font-size: .88rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr));
+  gap: .8rem; margin: 1.2rem 0; }
+.tile, .card { background: var(--card); border: 1px solid var(--line);
+  border-radius: .5rem; padding: .8rem 1rem; }
+.tile b { display: block; font-size: 1.6rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr));
+  gap: .8rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; padding: .35rem .6rem .35rem 0; vertical-align: top;
+  border-bottom: 1px solid var(--line); } th { color: var(--soft); font-weight: 600; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums;
+  white-space: nowrap; } .grade { font-weight: 700; }
+.what { display: block; color: var(--soft); font-size: .82rem; }
+.bar { display: inline-block; height: .6rem; background: var(--good);
+  border-radius: 2px; }
+.key span { display: inline-block; margin-right: 1.2rem; }
+.key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px;
+  margin-right: .4rem; vertical-align: -1px; }
+svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft);
+  font: 11px system-ui, sans-serif; } svg .ax { stroke: var(--line); fill: none; }
+code { font-size: .86rem; }
+"""
+
+
+def _esc(text: Any) -> str:
+    return str(text).replace("&", "&amp;").replace("<", "&lt;").replace(
+        ">", "&gt;").replace('"', "&quot;")
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]],
+                numbers: Sequence[int]) -> str:
+    "Cells are HTML already; columns in `numbers` stand to the right."
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(
+            f"<{tag}{' class=n' if i in numbers else ''}>{c}</{tag}>"
+            for i, c in enumerate(cells)) + "</tr>"
+    return "<div class=wide><table>" + line(head, "th") + "".join(
+        line(r, "td") for r in rows) + "</table></div>"
+
+
+def _key(arms: Iterable[str]) -> str:
+    return "<p class=key>" + "".join(
+        f'<span><i style="background:var(--{a})"></i>{_esc(_ARM_WORDS[a])}</span>'
+        for a in _ARM_WORDS if a in arms) + "</p>"
+
+
+def _svg(width: int, height: int, parts: Sequence[str], label: str) -> str:
+    return (f'<svg viewBox="0 0 {width} {height}" role="img" aria-label='
+            f'"{_esc(label)}">' + "".join(parts) + "</svg>")
+
+
+def _svg_text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_esc(text)}</text>'
+
+
+def _tick_ms(ms: float) -> str:
+    return f"{ms:g} ms" if ms < 1000 else f"{ms / 1000:g} s"
+
+
+def _distribution(times: dict) -> str:
+    "Share of asks answered by a time, one step line an arm, time on a log scale."
+    values = [t for ts in times.values() for t in ts]
+    if not values:
+        return "<p class=soft>no times</p>"
+    low, high = 1.0, 10.0
+    while low > min(values):
+        low /= 10
+    while low * 10 <= min(values):
+        low *= 10
+    high = low * 10
+    while high < max(values):
+        high *= 10
+    decades = len(f"{high / low:.0f}") - 1
+
+    def x_of(ms: float) -> float:
+        return 34 + 256 * math.log10(ms / low) / decades
+    parts = []
+    for i in range(decades + 1):
+        x = x_of(low * 10 ** i)
+        parts += [f'<path class=ax d="M{x:.1f} 8V120"/>', _svg_text(
+            x, 134, _tick_ms(low * 10 ** i), "end" if i == decades else "middle")]
+    for y, word in ((8, "all"), (64, "half"), (120, "none")):
+        parts += [f'<path class=ax d="M34 {y}H290"/>',
+                  _svg_text(30, y + 4, word, "end")]
+    for arm, ts in times.items():
+        ranked, path = sorted(ts), ""
+        for i, ms in enumerate(ranked):
+            y = 120 - 112 * i / len(ranked)
+            path += (f"M{x_of(ms):.1f} {y:.1f}" if not i else f"H{x_of(ms):.1f}") + \
+                f"V{120 - 112 * (i + 1) / len(ranked):.1f}"
+        if path:
+            parts.append(f'<path d="{path}" fill="none" stroke="var(--{arm})" '
+                         'stroke-width="2"/>')
+    return _svg(300, 140, parts, "share of asks whose first word came by a time")
+
+
+def _efficiency_bars(rows: Sequence[dict]) -> str:
+    "Efficiency of every arm on every workload."
+    parts, y = [], 18
+    for x, word in ((210, "0"), (350, "0.5"), (490, "1: no token twice")):
+        parts.append(_svg_text(x, 12, word, "middle"))
+    top = y
+    for row in rows:
+        arms = [a for a in _ARM_WORDS if row["arms"].get(a, {}).get("efficiency")]
+        parts.append(_svg_text(200, y + 5 * len(arms) + 5, row["workload"], "end"))
+        for arm in arms:
+            value = row["arms"][arm]["efficiency"]
+            parts += [f'<rect x="210" y="{y}" width="{280 * min(1.05, value):.1f}" '
+                      f'height="8" fill="var(--{arm})"/>',
+                      _svg_text(496 if value > .97 else 214 + 280 * value, y + 8,
+                            f"{value:.2f}")]
+            y += 10
+        y += 8
+    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 350, 490)]
+    return _svg(560, y + 4, lines + parts, "efficiency by workload and arm")
+
+
+def _timeline(row: dict, runs: dict) -> str:
+    "Prompt and computed tokens of each ask of one workload, ask by ask."
+    name = row["workload"]
+    lanes = [(arm, runs.get(f"{name}/0/{arm}", {}).get("asks", []))
+             for arm in ("alone", "toki")]
+    asks = max((len(a) for _, a in lanes), default=0)
+    most = max((a["prompt"] for _, lane in lanes for a in lane), default=1) or 1
+    parts, width = [], 860 / max(1, asks)
+    for lane, (arm, rows) in enumerate(lanes):
+        base = 120 + lane * 140
+        parts.append(_svg_text(90, base - 50, _ARM_WORDS[arm].split(" ")[-1], "end"))
+        parts += [f'<path class=ax d="M96 {base}H960"/>',
+                  _svg_text(90, base - 96, f"{most:,}", "end"),
+                  _svg_text(90, base, "0", "end")]
+        for i, a in enumerate(rows):
+            new = a["computed"] if a["computed"] is not None else \
+                a["prompt"] - (a["cached"] or 0)
+            tall, low = 100 * a["prompt"] / most, 100 * min(new, a["prompt"]) / most
+            x = 98 + i * width
+            parts += [f'<rect x="{x:.1f}" y="{base - tall:.1f}" width='
+                      f'"{width * .8:.1f}" height="{tall:.1f}" fill="var(--line)"/>',
+                      f'<rect x="{x:.1f}" y="{base - low:.1f}" width='
+                      f'"{width * .8:.1f}" height="{low:.1f}" fill="var(--{arm})">'
+                      f'<title>ask {i}: {new:,} of {a["prompt"]:,} tokens computed'
+                      f'{": " + _esc(a["why"]) if a["why"] else ""}</title></rect>']
+    parts.append(_svg_text(528, 280, "asks, in order", "middle"))
+    return _svg(970, 286, parts, "tokens of each ask")
+
+
+def _tiles(rows: Sequence[dict]) -> str:
+    "The few figures to read first."
+    both = [r["arms"] for r in rows if {"alone", "toki"} <= set(r["arms"])
+            and r["arms"]["toki"]["computed_tokens"] is not None
+            and r["arms"]["alone"]["computed_tokens"] is not None]
+    total = [sum(a["toki"]["prompt_tokens"] for a in both)] + [
+        sum(a[arm]["computed_tokens"] for a in both) for arm in ("alone", "toki")]
+    oracle = sum(a["toki"]["oracle_tokens"] for a in both)
+    changes = sorted(a["toki"]["against_fresh"]["ttft"] for a in both
+                     if a["toki"].get("against_fresh"))
+    tiles = [(fmt_n(total[0]), "tokens in all prompts together; without reuse all of "
+              "them are computed"),
+             (fmt_n(total[1]), "of them computed by llama-server by itself"),
+             (fmt_n(total[2]), f"computed behind toki; a perfect memory would compute "
+              f"{fmt_n(oracle)}")]
+    if changes:
+        tiles.append((_signed(changes[len(changes) // 2]), "time until the first word, "
+                      "median over the workloads, toki against nothing reused"))
+    return "<div class=tiles>" + "".join(
+        f"<div class=tile><b>{a}</b>{_esc(b)}</div>" for a, b in tiles) + "</div>"
+
+
+def _summary(rows: Sequence[dict]) -> str:
+    body = []
+    for row in rows:
+        toki = row["arms"].get("toki")
+        if not toki:
+            continue
+        note, points = _verdict(row), toki.get("score")
+        ttft, _, interval = _change(toki)[0].partition(" (")
+        published = row["published_hit"]
+        body.append((
+            f"<b>{_esc(row['workload'])}</b><span class=what>"
+            f"{_esc(WORKLOAD_WORDS.get(row['workload'], ''))}"
+            + (f". {_esc(note)}" if note else "") + "</span>",
+            f"{ttft}<span class=what>{interval.rstrip(')')}</span>",
+            _change(toki)[1], f"{_percent(toki['hit_tokens'])}<span class=what>of "
+            f"{_percent(toki['hit_tokens_oracle'])} possible"
+            + (f"; published {published}" if published else "") + "</span>",
+            "-" if points is None else f"{points:.1f}<span class=what><span class=bar "
+            f'style="width:{points * .05:.1f}rem"></span></span>',
+            f"<span class=grade>{toki.get('grade', '-')}</span>",
+            row["arms"].get("alone", {}).get("grade", "-")))
+    return _html_table(("workload", "TTFT change", "prefill change", "hit %", "score",
+                        "grade", "alone"), body, (1, 2, 3, 4))
+
+
+def _details(rows: Sequence[dict]) -> str:
+    body = []
+    for row in rows:
+        for arm, f in sorted(row["arms"].items(), key=lambda kv: list(
+                _ARM_WORDS).index(kv[0])):
+            t, outs = f["ttft_ms"], f.get("outputs") or {}
+            body.append((
+                _esc(row["workload"]), arm, fmt_n(f["asks"]), fmt_ms(t["p50"]),
+                fmt_ms(t["p95"]), f"{fmt_ms(t['min'])} to {fmt_ms(t['max'])}",
+                "-" if f["computed_tokens"] is None else fmt_n(f["computed_tokens"]),
+                _ratio(f["efficiency"]), fmt_bytes(f["saved_bytes"]
+                                                   + f["restored_bytes"]) if arm ==
+                "toki" else "-", " / ".join(str(outs[d]) for d in DIVERGENCES)
+                if outs else "-", str(f["refused"])))
+    return _html_table(("workload", "arm", "asks", "p50", "p95", "min to max",
+                        "computed", "efficiency", "moved", "outputs", "refused"), body,
+                       (2, 3, 4, 5, 6, 7, 8, 9, 10))
+
+
+def _lost(rows: Sequence[dict]) -> str:
+    body = [(_esc(r["workload"]), str(x["place"]), fmt_n(x["prompt"]),
+             fmt_n(x["known"]), fmt_n(x["beyond"]), _esc(x["why"]))
+            for r in rows for x in r.get("lost", ())]
+    if not body:
+        return "<p>No ask computed more than the perfect memory would.</p>"
+    return _html_table(("workload", "ask", "prompt", "known before", "computed beyond",
+                        "toki's reason"), body, (1, 2, 3, 4))
+
+
+def bench_page(result: dict) -> str:
+    "The whole report as one HTML file, for readers who know nothing of toki."
+    rows, setup, runs = result["rows"], result["setup"], result["runs"]
+    same, arms = setup["same"], {a for r in result["rows"] for a in r["arms"]}
+    plan = same["plan"]
+    gap = max(rows, key=lambda r: (r["arms"].get("alone", {}).get(
+        "computed_tokens") or 0) - (r["arms"].get("toki", {}).get(
+            "computed_tokens") or 0), default=None)
+    cards = "".join(
+        f"<div class=card><h3>{_esc(r['workload'])}</h3><p class=soft>"
+        f"{_esc(WORKLOAD_WORDS.get(r['workload'], ''))}</p>" + _distribution(
+            {arm: [a["ttft_ms"] for n in range(plan["passes"]) for a in runs.get(
+                f"{r['workload']}/{n}/{arm}", {}).get("asks", [])
+                if a["ttft_ms"] is not None] for arm in _ARM_WORDS if arm in r["arms"]})
+        + "</div>" for r in rows)
+    parts = [
+        f"<h1>How much of the reading is done twice?</h1><p class=soft>toki bench, "
+        f"{_esc(time_text(setup['at']))}: {_esc(same['model'])} on "
+        f"{_esc(setup['machine'])}</p>", *_PAGE_LEAD, _key(arms), _tiles(rows),
+        "<h2>Summary</h2><p>Changes compare toki with the same engine that reuses "
+        "nothing; negative times are shorter. In brackets the 95 % interval of the "
+        "median.</p>", _summary(rows),
+        "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
+        "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
+        "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
+        "further left is faster. Time is on a logarithmic scale.</p>", _key(arms),
+        f"<div class=cards>{cards}</div>"]
+    if gap:
+        parts += [f"<h2>One run, ask by ask: {_esc(gap['workload'])}</h2><p>Each "
+                  "column is one prompt; the coloured part had to be computed, the "
+                  "pale part was remembered.</p>", _timeline(gap, runs)]
+    parts += ["<h2>Where toki computed more than a perfect memory</h2>", _lost(rows),
+              "<h2>All figures</h2><p class=soft>Outputs: replies compared with the "
+              "fresh arm's, " + " / ".join(DIVERGENCES) + ". Moved: bytes saved and "
+              "restored. Computed tokens are also the proxy for energy.</p>",
+              _details(rows), "<h2>How it was measured</h2>", *_method(result)]
+    return ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport "
+            'content="width=device-width, initial-scale=1"><title>toki bench: '
+            f"{_esc(same['model'])}</title><style>{_STYLE}</style><body>"
+            + "\n".join(parts) + "</body></html>\n")
+
+
+_PAGE_LEAD = (
+    "<p>Before a language model writes its first word it has to read the whole prompt: "
+    "it computes something for every token (about three quarters of a word). Agents, "
+    "chats and document searches send nearly the same prompt again with every turn, so "
+    "most of that reading was done before. What is remembered need not be computed "
+    "again, and the first word comes sooner.</p>",
+    "<p>This page compares ways of asking one engine (llama.cpp's llama-server) the "
+    "same questions: with nothing reused, with what llama-server reuses by itself, and "
+    "with <b>toki</b>, a program in front of it that decides which remembered prompt "
+    "lives where. The yardstick is a perfect memory: one that never computes a known "
+    "beginning twice.</p>")
+
+
+def _method(result: dict) -> list:
+    setup = result["setup"]
+    same, plan = setup["same"], setup["same"]["plan"]
+    facts = (("model", f"{same['model']}, {setup['architecture']}, memory kind "
+              f"{same['kind']}, {fmt_bytes(same['model_bytes'])}"),
+             ("engine", f"llama.cpp {same['build']}, flags {same['flags'] or 'none'}"),
+             ("machine", f"{setup['machine']}, {setup['cores']} cores"),
+             ("toki", setup["toki"]), ("context a slot", fmt_n(plan["context"])),
+             ("slots", str(same["slots"])), ("seed", str(plan["seed"])),
+             ("passes", str(plan["passes"])),
+             ("fresh arm", "answers every ask" if plan["sample"] == 1 else
+              f"answers every {plan['sample']}th ask of the large workloads"),
+             ("repeat with", f"toki bench --context {plan['context']} --seed "
+              f"{plan['seed']} --workload {' '.join(plan['names'])}"))
+    return [_html_table(("what", "value"), [(k, _esc(v)) for k, v in facts], ()),
+            "<p>Every arm plays the same prompts in the same order on an engine of its "
+            "own that starts empty; the order of the arms turns from workload to "
+            "workload. The replies of llama-server by itself are the conversation that "
+            "all arms continue. Token counts are growth of the engine's own counter, "
+            "work done on the side included, toki's self-checks apart. Counts hardly "
+            "depend on how busy the machine was; times do.</p>",
+            f"<p>{_esc(_FORMULA)}</p>", f"<p class=soft>{_esc(_PUBLISHED_WORDS)}</p>"]
+
+
+# ============================================================================
+# 30. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
 #    is_local_url, PosixConsole, WindowsConsole.
 # ============================================================================
@@ -10451,7 +11367,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 20. MACHINE - where state lives; memory; who runs.
+# 31. MACHINE - where state lives; memory; who runs.
 #    uses: WORDS, SETTINGS, FIT, EDGES.  offers: Places, places, detect_memory,
 #    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
 #    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
@@ -10784,7 +11700,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 21. ENGINE - one llama-server: talk, probe, start, watch, stop.
+# 32. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
 #    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
@@ -11287,7 +12203,7 @@ class EngineProcess:
 
 
 # ============================================================================
-# 0. FETCH - files from web servers: redirects, resume, digests, progress.
+# 33. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
 #    TransferProgress, pause_asked.
 #
@@ -11574,7 +12490,7 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
 
 
 # ============================================================================
-# 22. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+# 34. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
 #    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, Journal,
 #    LEDGER_SCHEMA.
 #
@@ -11770,7 +12686,7 @@ class Ledger(Journal):
 
 
 # ============================================================================
-# 23. RECALL - what was said before, for the asks that come after.
+# 35. RECALL - what was said before, for the asks that come after.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, RESPONSES, STEADY, REPLAY, EDGES, LEDGER.
 #    offers: Recall, Transcript, RECALL_SCHEMA.
 #
@@ -11935,7 +12851,7 @@ class Recall(Journal):
 
 
 # ============================================================================
-# 24. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 36. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -12458,7 +13374,7 @@ class Shelf:
 
 
 # ============================================================================
-# 0. FEED - what happens in the book, told to whoever listens.
+# 37. FEED - what happens in the book, told to whoever listens.
 #    uses: BOOK, EDGES.  offers: Feed, Listener.
 #
 #    The book's events are all that changes what faces show, so they are the feed:
@@ -12545,7 +13461,7 @@ class Feed:
 
 
 # ============================================================================
-# 25. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 38. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -12780,7 +13696,7 @@ class Prompter:
 
 
 # ============================================================================
-# 26. MOVES - state from slot to shelf and back, under a lease.
+# 39. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
@@ -13108,7 +14024,7 @@ class Mover:
 
 
 # ============================================================================
-# 27. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 40. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
 #    GGUF, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers:
 #    Keeper, cache_report.
@@ -14068,7 +14984,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 28. CERTIFY - may restored contexts be trusted here?
+# 41. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
 #    offers: certify, canary, judge_trials, Auditor.
 #
@@ -14304,7 +15220,7 @@ class Auditor:
 
 
 # ============================================================================
-# 29. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 42. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, TOKENS, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER, CERTIFY.
 #    offers: Desk, DESK_VERBS.
 # ============================================================================
@@ -14597,7 +15513,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 0. FLEET - one engine, several models: whose turn is it?
+# 43. FLEET - one engine, several models: whose turn is it?
 #    uses: WORDS, EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
@@ -14664,7 +15580,7 @@ class ModelTurns:
 
 
 # ============================================================================
-# 30. HTTP - framing, limits, deadlines: a server made of http.server.
+# 44. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
@@ -15117,7 +16033,7 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 31. GATEWAY - routes: bytes in and out, never decides.
+# 45. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK,
 #    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, FLEET, HTTP.
 #    offers: Gateway, ROUTES, Route, page_headers, prometheus.
@@ -16175,7 +17091,7 @@ class Gateway:
 
 
 # ============================================================================
-# 0. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 46. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -16383,7 +17299,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 0. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 47. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -16529,7 +17445,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 0. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 48. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -16757,7 +17673,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 0. PROBE - does this engine run here, and on the device that was asked for?
+# 49. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, GGUF, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -16922,7 +17838,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 0. MODELS - the models of this machine: registered, imported, checked, removed.
+# 50. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -17522,7 +18438,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 0. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 51. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -17902,7 +18818,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 32. INSTALL - get an engine and a starter model.
+# 52. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -18571,7 +19487,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 33. STACK - up, down, status: engine and daemon as one thing.
+# 53. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
 #    RECALL, KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.
 #    offers: Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check,
@@ -19260,7 +20176,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 0. LAUNCH - start an agent, pinned to the model that runs here.
+# 54. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
 #    agent_version, agent_facts, show_wiring, launch, served_model.
 # ============================================================================
@@ -19500,7 +20416,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 0. WIRED - a client's own configuration that points here until it is taken back.
+# 55. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -19819,7 +20735,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 0. SERVICE - toki as a service of this user: install, remove, status.
+# 56. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, STACK.  offers: service_install,
 #    service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -19933,7 +20849,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 0. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 57. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -20566,7 +21482,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 0. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 58. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -21208,7 +22124,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 0. TOP - what runs, what is held and what each ask cost, live.
+# 59. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -21452,7 +22368,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 0. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 60. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -21968,7 +22884,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 34. BENCH - toki's own cost, soak, and the everyday situations.
+# 61. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, FIT, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
 #    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
@@ -22164,16 +23080,18 @@ def run_situation(name: str, rig: Rig, scale: int = 900) -> dict:
 
 
 def start_rig(binary: str, model: str, edges: Edges, where: Places, *, toki: bool,
-              config: Config, default_flags: bool = False) -> Rig:
+              config: Config, default_flags: bool = False, cold: bool = True) -> Rig:
     """A fresh engine, with toki in front or without.
 
-    `default_flags`: as people start llama-server, else as toki starts it.
+    `default_flags`: as people start llama-server, else as toki starts it.  `cold`:
+    with an empty shelf, else with what an earlier rig left.
     """
     facts = model_facts(edges, model)
     fit = plan_memory(facts, detect_memory(edges, binary), wishes_of(config))
     port, slots, ctx = edges.net.free_port(), fit.slots, fit.ctx
-    edges.disk.remove(where.shelf)       # a rig starts cold
-    for suffix in ("", "-wal", "-shm"):
+    if cold:
+        edges.disk.remove(where.shelf)
+    for suffix in ("", "-wal", "-shm") if cold else ():
         edges.disk.remove(where.file("shelf.db" + suffix))
     key_file = where.file("bench.key")
     edges.disk.write(key_file, b"bench\n")
@@ -22495,7 +23413,302 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 35. DOCTOR - is everything fit, and if not, what to do.
+# 62. RUNS - workloads played on three arms of one engine build, ask by ask.
+#    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
+#    STACK, BENCH.  offers: Bench, BenchPlan, ARMS, SIX, EVERYTHING, read_run.
+#
+#    alone    llama-server with its own defaults; its replies are the conversation
+#             that every arm then continues, so that all arms get equal prompts
+#    fresh    the same, told to reuse nothing
+#    toki     the engine as toki starts it, toki in front
+#    url      any other front-end, when one is named
+# ============================================================================
+ARMS = ("fresh", "alone", "toki")
+SIX = ("interleaved", "cold_start", "crowd", "sidekick", "restart", "swap")
+EVERYTHING = (*WORKLOADS, *SIX)
+_SCHEMA = 1
+
+
+class BenchPlan(NamedTuple):
+    "What a bench is to do; equal plans can go on where one was interrupted."
+    names: tuple
+    context: int = 4096
+    seed: int = 1
+    passes: int = 1
+    sample: int = 1          # the fresh arm answers every so manieth ask
+    url: str = ""            # a fourth arm
+    url_engine: str = ""     # the engine behind it, for its counters
+    other: str = ""          # a second model, for swap
+
+
+def _machine(edges: Edges) -> str:
+    "Processor and memory, as far as the system tells (Linux), else the platform."
+    name = re.search(r"model name\s*:\s*(.+)", edges.disk.read_text("/proc/cpuinfo"))
+    size = re.search(r"MemTotal:\s+(\d+) kB", edges.disk.read_text("/proc/meminfo"))
+    return ", ".join(([name.group(1).strip()] if name else []) + [sys.platform] + (
+        [fmt_bytes(int(size.group(1)) * 1024) + " memory"] if size else []))
+
+
+def _restart(w: Any) -> None:
+    "two agents of three turns, engine and front ended and started, two turns more"
+    _halves(w, w.restart)
+
+
+def _swap(w: Any) -> None:
+    "the same with another model served in between"
+    def there_and_back() -> None:
+        w.restart(w.plan.other)
+        w.asker().chat([{"role": "user", "content": "Are you there?"}], 4)
+        w.restart()
+    _halves(w, there_and_back)
+
+
+def _halves(w: Any, between: Callable[[], None]) -> None:
+    head = {"role": "system", "content": prose(31, w.scale)}
+    histories = [[head], [head]]
+    for turn in range(5):
+        if turn == 3:
+            between()
+        for i, history in enumerate(histories):
+            w.turns(history, f"Agent {i}, step {turn}: " + prose(3000 + 10 * turn + i,
+                                                                 40))
+
+
+def read_run(stored: dict) -> Run:
+    "A run out of its JSON form."
+    return Run(**dict(stored, asks=[Asked(**a) for a in stored["asks"]]))
+
+
+class _Play:
+    "Plays one workload on one arm; has what SITUATIONS need of a workload."
+
+    def __init__(self, bench: "Bench", arm: str, script: dict, sample: int):
+        self.bench, self.plan, self.arm = bench, bench.plan, arm
+        self.script, self.sample = script, sample
+        self.scale = self.plan.context // 5
+        self.rows: list = []
+        self.replies: dict = {}
+        self.spent: Optional[int] = 0
+        self.saved = self.restored = 0
+        self.oracle, self.lock, self.order = PrefixOracle(), threading.Lock(), 0
+        self.open_asks = 0
+        self.crowded = False
+        self.rig = bench.rig(arm)
+        self._begin()
+        self.began = bench.edges.clock.now()
+
+    def _begin(self) -> None:
+        self.before, self.own = self._counter(), self._counters().get("own_tokens", 0)
+
+    def _counter(self) -> Optional[int]:
+        with contextlib.suppress(TokiError):
+            return int(computed(self.rig.engine))
+        return None
+
+    def _counters(self) -> dict:
+        daemon = self.rig.daemon
+        return daemon.keeper.document()["counters"] if daemon else {}
+
+    def asker(self) -> Asker:
+        return Asker(self.rig.front)
+
+    def settle(self) -> None:
+        "Count what this engine life computed, toki's own checks apart."
+        self.bench.edges.clock.sleep(0.3)    # the counter trails the replies
+        now, counters = self._counter(), self._counters()
+        if now is None or self.before is None or self.spent is None:
+            self.spent = None
+        else:
+            self.spent += now - self.before - (counters.get("own_tokens", 0) - self.own)
+        self.saved += counters.get("saved_bytes", 0)
+        self.restored += counters.get("restored_bytes", 0)
+
+    def restart(self, model: str = "") -> None:
+        "End engine and front, and start them again with what they keep."
+        self.settle()
+        self.rig.close()
+        self.rig = self.bench.rig(self.arm, cold=False, model=model)
+        self._begin()
+
+    def turns(self, history: list, question: str, **more: Any) -> None:
+        history.append({"role": "user", "content": question})
+        reply = self.ask(list(history), **more)
+        history.append({"role": "assistant", "content": reply})
+
+    def ask(self, messages: list, max_tokens: int = 8, **more: Any) -> str:
+        "Ask, note what it cost, and return the reply that the script goes on with."
+        key = hashlib.blake2b(json.dumps(messages).encode(), digest_size=8).hexdigest()
+        with self.lock:
+            place, self.order = self.order, self.order + 1
+            self.rows.append(None)
+            self.open_asks += 1
+            self.crowded |= self.open_asks > 1
+        left_out = self.arm == "fresh" and place % self.sample
+        try:
+            row, reply = self._left_out(key) if left_out else self._send(
+                messages, max_tokens, key, more)
+        finally:
+            with self.lock:
+                self.open_asks -= 1
+        self._note(place, messages, row, reply)
+        self.bench.tick(self.arm)
+        return self.script.setdefault(key, reply)
+
+    def _left_out(self, key: str) -> tuple:
+        return Asked(0, 0, None, None, 0, None, key=key, asked=False), \
+            self.script.get(key, "")
+
+    def _send(self, messages: list, limit: int, key: str, more: dict) -> tuple:
+        if self.arm == "fresh":
+            more = dict(more, cache_prompt=False)
+        before, at = self._counter(), self.bench.edges.clock.now() - self.began
+        row, reply = Asked(0, 0, None, None, 0, None, round(at, 3), key), ""
+        try:
+            reply, first, t, cache = self.asker().chat(messages, limit, ignore_eos=True,
+                                                       **more)
+        except TokiError as error:
+            return row._replace(error=error.message), ""
+        after, cache = self._counter(), cache or {}
+        alone = not self.crowded and before is not None and after is not None
+        return row._replace(
+            cached=t.cache_n if t else None, generated=t.predicted_n if t else 0,
+            computed=after - before if alone else None,
+            ttft_ms=round(first, 3) if first else None, ask=cache.get("ask", 0),
+            source=cache.get("source", ""), why=cache.get("why", "")), reply
+
+    def _note(self, place: int, messages: list, row: Asked, reply: str) -> None:
+        "Put an ask beside what the oracle makes of it."
+        engine = self.bench.reader or self.rig.engine
+        prompt = engine.render(json.dumps({"messages": messages}).encode())
+        tokens = array("I", engine.tokenize(prompt, True))
+        after = array("I", engine.tokenize(prompt + reply, True))
+        stored = after[:-1] if len(after) > len(tokens) else tokens
+        with self.lock:
+            known = self.oracle.known(tokens)
+            self.oracle.add(stored)
+            self.rows[place] = row._replace(prompt=len(tokens), known=known)
+            if row.asked and not row.error:
+                self.replies.setdefault(row.key, reply)
+
+    def run(self, name: str) -> Run:
+        try:
+            if name in WORKLOADS:
+                steps, reply = WORKLOADS[name](self.bench.sized(self.rig.engine)), None
+                with contextlib.suppress(StopIteration):
+                    while True:
+                        turn = steps.send(reply)
+                        reply = self.ask(turn.messages, turn.max_tokens)
+            else:
+                {"restart": _restart, "swap": _swap, **SITUATIONS}[name](self)
+            seconds = self.bench.edges.clock.now() - self.began
+            self.settle()
+        finally:
+            self.rig.close()
+        return Run(self.rows, self.spent, self.saved, self.restored, seconds,
+                   self.replies)
+
+
+class Bench:
+    """Plays a plan; `done` holds what was played, by "name/pass/arm".
+
+    `keep` is called with the whole state after each part, so that an interrupted
+    bench can go on; `say` is told what is done and how long the rest may take.
+    """
+
+    def __init__(self, plan: BenchPlan, binary: str, model: str, edges: Edges,
+                 where: Places, config: Config, say: Callable[[str], None],
+                 keep: Callable[[dict], None], old: Optional[dict] = None):
+        self.plan, self.binary, self.model, self.edges = plan, binary, model, edges
+        self.where, self.config, self.say, self.keep = where, config, say, keep
+        self.reader: Optional[Engine] = None
+        self.setup = self._setup()
+        old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
+            else {}
+        self.done: dict = dict((old or {}).get("runs", {}))
+        self.rates: dict = {}
+        self.label, self.ticks, self.expected = "", 0, 0
+        self.finished, self.began = 0.0, edges.clock.now()
+
+    def _setup(self) -> dict:
+        "Machine, model, build, flags: what another needs to repeat it."
+        facts = model_facts(self.edges, self.model)
+        _, version = self.edges.proc.run([self.binary, "--version"])
+        found = re.search(r"version: (.+)", version)
+        same = {"model": facts.name, "model_bytes": facts.size, "kind": facts.kind,
+                "build": found.group(1).strip() if found else "unknown",
+                "flags": self.config.engine_args, "slots": self.config.slots,
+                "plan": {k: list(v) if isinstance(v, tuple) else v
+                         for k, v in self.plan._asdict().items()}}
+        return {"toki": __version__, "at": self.edges.clock.wall(), "same": same,
+                "machine": _machine(self.edges), "cores": cpu_count(),
+                "architecture": facts.architecture}
+
+    def sized(self, engine: Engine) -> Sized:
+        "The plan's sizes with this model's tokens a character."
+        if not self.rates:
+            for sort in SORTS:
+                text = sample_text(sort)
+                self.rates[sort] = len(engine.tokenize(text, False)) / len(text)
+        return Sized(self.plan.context, self.rates, self.plan.seed)
+
+    def rig(self, arm: str, cold: bool = True, model: str = "") -> Rig:
+        "An engine for one arm, with its front."
+        if arm == "url":
+            engine = Engine(self.plan.url_engine or self.plan.url, "", self.edges)
+            return Rig(engine, Engine(self.plan.url, "", self.edges), lambda: None)
+        config = self.config.but(ctx=self.plan.context)
+        if arm == "fresh":
+            config = config.but(engine_args=config.engine_args + " --cache-ram 0")
+        return start_rig(self.binary, model or self.model, self.edges, self.where,
+                         toki=arm == "toki", config=config,
+                         default_flags=arm != "toki", cold=cold)
+
+    def orders(self) -> Any:
+        "(name, pass, arms) in the order of play: the order turns from one to the next."
+        others = ["toki", "fresh"] + (["url"] if self.plan.url else [])
+        for n in range(self.plan.passes):
+            for i, name in enumerate(self.plan.names):
+                if name == "swap" and not self.plan.other:
+                    continue
+                turn = (i + n) % len(others)
+                order = ["alone", *others[turn:], *others[:turn]]
+                yield name, n, order if not n % 2 else order[1:] + order[:1]
+
+    def play(self) -> dict:
+        "All of the plan that is not done yet; returns the state."
+        parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
+        for i, (name, n, arm) in enumerate(parts):
+            key = f"{name}/{n}/{arm}"
+            if key in self.done:
+                continue
+            self.label, self.ticks = f"[{i + 1}/{len(parts)}] {name}, {arm}", 0
+            script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
+            run = _Play(self, arm, script, self._sample(name)).run(name)
+            self.finished += 1
+            left = len(parts) - i - 1
+            pace = (self.edges.clock.now() - self.began) / self.finished
+            self.say(f"{self.label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
+                f", ~{fmt_age(pace * left)} left" if left else ""))
+            self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
+            self.keep(self.state(False))
+        return self.state(True)
+
+    def _sample(self, name: str) -> int:
+        "Few asks are all asked of the fresh arm; so are those that come at once."
+        if name not in WORKLOADS or name == "no_overlap":
+            return 1
+        return self.plan.sample
+
+    def tick(self, arm: str) -> None:
+        self.ticks += 1
+
+    def state(self, complete: bool) -> dict:
+        return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
+                "runs": self.done}
+
+
+# ============================================================================
+# 63. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine.
 # ============================================================================
@@ -22596,7 +23809,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
 
 
 # ============================================================================
-# 0. PAGE - the web page as one readable text.
+# 64. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -24285,7 +25498,7 @@ loadModels();
 
 
 # ============================================================================
-# 0. WEB - a second door to a running daemon, with TLS, for browsers.
+# 65. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -24438,7 +25651,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 36. COMMANDS - one function per subcommand, then main.
+# 66. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
@@ -25041,9 +26254,24 @@ def cmd_version(c: Context) -> int:
     return 0
 
 
-@_command(_arg("what", choices=("situations", "overhead", "soak", "texts", "emitter",
-                                "load"),
-               help="which bench: situations, overhead, soak or texts"),
+@_command(_arg("what", nargs="?", default="", choices=(
+    "", "compare", "situations", "overhead", "soak", "texts", "emitter", "load"),
+    help="nothing: the workloads; compare A.json B.json; situations, overhead, soak "
+    "or texts"),
+          _arg("files", nargs="*", help="two results to compare"),
+          _arg("--quick", action="store_true", help="the fresh arm answers every sixth "
+               "ask of the large workloads"),
+          _arg("--full", action="store_true", help="three passes, every ask"),
+          _arg("--workload", nargs="+", choices=sorted({*EVERYTHING, *SITUATIONS}),
+               metavar="NAME", help="only these: " + ", ".join(EVERYTHING)),
+          _arg("--context", type=int, default=4096,
+               help="tokens of context a slot; the workloads are sized by it"),
+          _arg("--seed", type=int, default=1, help="another seed, other texts"),
+          _arg("--html", default="", metavar="FILE", help="the report as one page"),
+          _arg("--arm-url", default="", help="a further front-end, as a fourth arm"),
+          _arg("--arm-engine", default="", help="the llama-server behind it, for its "
+               "counters"),
+          _arg("--other", default="", metavar="FILE", help="a second model, for swap"),
           _arg("--situation", action="append", choices=tuple(SITUATIONS),
                help="only this situation; may be repeated"),
           _arg("--minutes", type=float, default=2.0, help="length of the soak"),
@@ -25054,15 +26282,23 @@ def cmd_version(c: Context) -> int:
                help="asks after which the overhead bench reads toki's memory"),
           _arg("--events", type=int, default=200, help=argparse.SUPPRESS),
           _arg("--streams", type=int, default=256, help=argparse.SUPPRESS),
-          _arg("--url", default="", help=argparse.SUPPRESS), _JSON,
+          _arg("--url", default="", help=argparse.SUPPRESS),
+          _arg("--json", nargs="?", const="-", default="", metavar="FILE",
+               help="machine-readable output, into FILE if one is named"),
           settings=_RUN_SETTINGS)
 def cmd_bench(c: Context) -> int:
-    """Measure on this machine: situations, toki's own overhead, soak, equal texts."""
+    """Measure on this machine: workloads, situations, toki's own cost, soak, texts."""
     if c.ns.what == "emitter":
         emit(c.config.port, c.ns.events, c.edges)
         return 0
     if c.ns.what == "load":
         c.say(json.dumps(load(c.ns.url, c.ns.streams, c.ns.events, c.edges)))
+        return 0
+    if c.ns.what == "compare":
+        if len(c.ns.files) != 2:
+            raise UsageError(f"compare needs two files, not {len(c.ns.files)}",
+                             "toki bench compare A.json B.json")
+        c.say(bench_compare(*(_bench_file(c, path) for path in c.ns.files)))
         return 0
     where = Places(c.where.file("bench"), c.where.config_file)
     c.edges.disk.folder(where.state)
@@ -25073,11 +26309,61 @@ def cmd_bench(c: Context) -> int:
         raise UsageError("there is no engine or model to measure yet", "run `toki up`, "
                          "or give --engine-bin and --model")
     start_logging(c.edges, None, "error")
+    if not c.ns.what:
+        return _bench_workloads(c, where, binary, model)
     run = {"situations": _bench_situations, "overhead": _bench_overhead,
            "soak": _bench_soak, "texts": _bench_texts}[c.ns.what]
     rows = run(c, where, binary, model)
     if c.ns.json:
         c.say(json.dumps(rows, indent=1))
+    return 0
+
+
+def _bench_file(c: Context, path: str) -> dict:
+    "A result of an earlier bench; UsageError for anything else."
+    with contextlib.suppress(ValueError):
+        found = json.loads(c.edges.disk.read_text(c.edges.disk.absolute(path)))
+        if isinstance(found, dict) and found.get("schema") == 1 and "runs" in found:
+            return bench_result(found, read_run)
+    raise UsageError(f"{path} holds no result of a bench",
+                     "make one with `toki bench --json FILE`")
+
+
+def _bench_plan(c: Context) -> BenchPlan:
+    if c.ns.quick and c.ns.full:
+        raise UsageError("--quick and --full exclude each other", "give one of them")
+    if c.ns.context < 1024:
+        raise UsageError(f"--context {c.ns.context} is too small for the workloads",
+                         "give 1024 or more")
+    return BenchPlan(tuple(c.ns.workload or EVERYTHING), c.ns.context, c.ns.seed,
+                     3 if c.ns.full else 1, 6 if c.ns.quick else 1, c.ns.arm_url,
+                     c.ns.arm_engine, c.ns.other)
+
+
+def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
+    "The workloads on three arms; an interrupted bench goes on where it was."
+    store = c.ns.json if c.ns.json not in ("", "-") else where.file("bench.json")
+    quiet = c.ns.json == "-"
+    old = None
+    with contextlib.suppress(UsageError):
+        old = _bench_file(c, store)
+    if old and old.get("complete"):
+        old = None
+
+    def keep(state: dict) -> None:
+        c.edges.disk.write(store, json.dumps(state).encode())
+    bench = Bench(_bench_plan(c), binary, model, c.edges, where, c.config,
+                  c.edges.term.err if quiet else c.say, keep, old)
+    if bench.done:
+        c.edges.term.err(f"goes on after {len(bench.done)} parts that are in {store}")
+    result = bench_result(bench.play(), read_run)
+    for run in result["runs"].values():
+        run["replies"] = None            # they served the comparison of outputs
+    keep(result)
+    if c.ns.html:
+        c.edges.disk.write(c.ns.html, bench_page(result).encode())
+    c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
+          + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
     return 0
 
 
