@@ -9287,7 +9287,7 @@ class ModelsRoom(ModelsCase):
         self.assertEqual((config.ctx, config.slots, config.engine_bin, config.template),
                          (1024, 7, "srv", "chatml"))
         self.assertEqual(plan, {"entry": "a", "alias": "a", "args": ["--x", "a b"],
-                                "env": {"K": "v"}})
+                                "env": {"K": "v"}, "settings": {"ctx": 1024, "template": "chatml"}})
         for model, entry in ((path, ""), ("A", "a")):
             found = toki.find_model(self.config(model=model), self.where, self.edges,
                                     self.said.append)
