@@ -4735,6 +4735,27 @@ def say(seed, n=60):
 
 
 class KeeperRoom(Case):
+    def test_what_is_left_to_do_is_estimated(self):
+        "Of each running ask and of the queue, once rates were measured."
+        fake = self.fake(slots=1, prefill_ms_per_token=0.2, decode_ms=1)
+        d = self.daemon(fake)
+        c = Client(d)
+        c.chat(say(1, 90))
+        fake.hold("prefill", after=50)
+        threads = [threading.Thread(target=c.chat, args=(say(n, 90),)) for n in (2, 3)]
+        for t in threads:
+            t.start()
+        self.until(lambda: fake.frozen and d.keeper.document()["waiting"])
+        state = c.json("GET", "/toki/state")
+        self.assertGreater(state["slots"][0]["left_ms_estimate"], 10)
+        self.assertGreater(state["queue_ms_estimate"], 10)
+        fake.release()
+        for t in threads:
+            t.join(20)
+        state = c.json("GET", "/toki/state")
+        self.assertEqual((state["slots"][0]["left_ms_estimate"],
+                          state["queue_ms_estimate"]), (None, None))
+
     def test_rates_outlive_the_daemon(self):
         fake, state = self.fake(prefill_ms_per_token=0.2, decode_ms=1), self.folder()
         d = self.daemon(fake, state=state)

@@ -14860,7 +14860,9 @@ class Keeper:
                       "busy": s.busy, "class": s.klass, "uses": s.uses,
                       "conversation": s.conversation,
                       "idle_s": round(self.edges.clock.now() - s.used_at, 1)
-                      if s.used_at else None}
+                      if s.used_at else None,
+                      "left_ms_estimate": estimate_ms(self.book.rates, s)
+                      if s.busy else None}
                      for s in self.book.slots]
             counters, rates = self.book.counters.as_dict(), self.book.rates.as_dict()
             waiting = len(self.tickets)
@@ -14877,6 +14879,7 @@ class Keeper:
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
+            "queue_ms_estimate": self.queue_estimate_ms() if waiting else None,
             "open": self.open_count(), "forest": self._picture(held),
             "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
