@@ -4737,7 +4737,7 @@ def say(seed, n=60):
 class KeeperRoom(Case):
     def test_what_is_left_to_do_is_estimated(self):
         "Of each running ask and of the queue, once rates were measured."
-        fake = self.fake(slots=1, prefill_ms_per_token=0.2, decode_ms=1)
+        fake = self.fake(slots=1, prefill_ms_per_token=0.2, decode_ms=1, n_batch=32)
         d = self.daemon(fake)
         c = Client(d)
         c.chat(say(1, 90))
