@@ -1019,7 +1019,7 @@ def divergence_text(counts: dict) -> str:
 # ============================================================================
 # 8. WIRE - what an ask and a reply look like; SSE framing; error bodies.
 #    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
-#    engine_json, over_room, Dechunker, EventSplitter, event_payload, Timings,
+#    engine_json, over_room, asks_raw, Dechunker, EventSplitter, event_payload, Timings,
 #    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
 #    stream_error, scrub, prompt_size_error, split_tool_head, check_pictures,
 #    CallNumbers, text_logprobs.
@@ -1057,7 +1057,7 @@ class Request(NamedTuple):
     at: int = 0                  # when, in wall-clock seconds
     owner: str = ""              # whose replies may be put back: a digest
     steadied: tuple = ()         # what STEADY, REPLAY and FALLBACK changed
-    sent: Optional[list] = None  # the messages as they came, where some were changed
+    sent: Optional[dict] = None  # the chat body as it came, where it was made steady
     family: str = ""             # of conversations that a client runs together
     child: bool = False          # started by another conversation of its family
     before: Optional[list] = None    # ... and before FALLBACK changed them
@@ -1201,6 +1201,14 @@ def _class_of(body: dict, named: bool, limit: Optional[int]) -> str:
     return "chat"
 
 
+def asks_raw(body: Any, headers: dict) -> bool:
+    "Is nothing to be reused, and nothing changed?"
+    own = body.get("toki") if isinstance(body, dict) else None
+    mode = headers.get("x-toki-mode") or (own.get("mode") if isinstance(own, dict)
+                                          else "")
+    return mode == "raw" or isinstance(body, dict) and body.get("cache_prompt") is False
+
+
 def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
               client: str = "") -> Request:
     """Understand a chat or completions body; raises BadAsk naming the parameter.
@@ -1257,7 +1265,7 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
         kept.pop("max_tokens", None)     # the newer name wins
     model = body.get("model")
     return Request(
-        route, kept, stream, mode == "raw" or body.get("cache_prompt") is False,
+        route, kept, stream, asks_raw(body, headers),
         model if isinstance(model, str) else "", bool(options.get("include_usage")),
         bool(body.get("return_progress")), n, named_by, named, client,
         _class_of(body, named, limit), route == "chat" and _has_media(body["messages"]),
@@ -13537,11 +13545,10 @@ class Prompter:
         habits = self.habits()
         with self.lock:
             body, words = habits.fit(request.body)
-            sent = request.sent and apply_forms(request.sent, habits.forms)[0]
         if not words:
             return request
         return request._replace(
-            body=body, sent=sent, before=request.body.get("messages"),
+            body=body, before=request.body.get("messages"),
             steadied=(*request.steadied, *words))
 
     @staticmethod
@@ -16684,16 +16691,13 @@ class Gateway:
         elif dialect is not None:
             body = dialect.read(asked, self._takes())
             x.extra.update(dialect.headers(None, self.new_id("req")))
-        client = self._client_of(x)
-        request = parse_ask(kind, body, x.headers, client)
-        if kind == "chat" and not request.raw:
+        plain = body
+        if kind == "chat" and not asks_raw(body, x.headers):
             body, said = self.recall.calm(body, owner)
-            if said:
-                request = parse_ask(kind, body, x.headers, client)._replace(
-                    sent=request.body["messages"])
+        request = parse_ask(kind, body, x.headers, self._client_of(x))
         return request._replace(asked=asked, at=int(self.edges.clock.wall()),
-                                owner=owner,
-                                steadied=(*request.steadied, *said))
+                                owner=owner, steadied=(*request.steadied, *said),
+                                sent=plain if said else None)
 
     @staticmethod
     def _owner_of(x: Exchange) -> str:
@@ -16836,8 +16840,9 @@ class Gateway:
             if ask.sent is None:
                 raise
             log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
-            ask = ask._replace(body=dict(ask.body, messages=ask.sent), sent=None,
-                               before=None, steadied=())
+            plain = parse_ask(ask.route, ask.sent, reply.x.headers, ask.client)
+            ask = self.keeper.prompter.fitted(ask._replace(
+                body=plain.body, sent=None, before=None, steadied=plain.steadied))
             return self._admitted(ask, reply)
 
     def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
