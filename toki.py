@@ -26769,6 +26769,9 @@ def _parser() -> argparse.ArgumentParser:
         p.set_defaults(run_name=command.name)
         for names, options in command.args:
             p.add_argument(*names, **options)
+        if command.settings:             # forty of them would bury the rest
+            p.usage = p.format_usage()[len("usage: "):].rstrip() \
+                + " [--SETTING VALUE ...]"
         group = p.add_argument_group("settings")
         for name in command.settings:
             s = by_name[name]
