@@ -10596,6 +10596,58 @@ class RealInstall(Real):
         self.assertEqual(n, 1)                   # right at once
 
 
+class RealFirstHour(Real):
+    "The three lines of a new user, against a hub of this machine, and the way out."
+    QUANTS = ("IQ2_M IQ3_XS IQ4_XS Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_0 Q4_K_S Q4_K_M Q5_0 "
+              "Q5_K_S Q5_K_M Q6_K Q8_0").split()
+    REPO = "org/SmolTalk-8B-Instruct-GGUF"
+
+    def setUp(self):
+        self.home, self.hub = self.folder(), StandInHub()
+        self.addCleanup(self.hub.close)
+        with open(tiny("llama-dense"), "rb") as f:
+            data = f.read()
+        files = {"README.md": b"words", ".gitattributes": b"x"}
+        files.update((f"SmolTalk-8B-Instruct-{q}.gguf", data) for q in self.QUANTS)
+        files["BF16/SmolTalk-8B-Instruct-BF16.gguf"] = data
+        self.hub.repos[self.REPO] = files
+        self.env = {"HOME": self.home, "TERM": "dumb", "TOKI_HUB": self.hub.base,
+                    "PATH": self.home + "/.local/bin:" + os.environ["PATH"],
+                    "TOKI_PYTHON": sys.executable, "TOKI_ENGINE_BIN": real_engine(),
+                    "TOKI_ENGINE_ARGS": "--no-repack", "TOKI_THREADS": "1",
+                    "TOKI_PORT": str(toki.REAL.net.free_port())}
+
+    def sh(self, line, code=0):
+        done = subprocess.run(["sh", "-c", line], cwd=HERE, env=self.env, text=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=300)
+        self.assertEqual(done.returncode, code, done.stdout)
+        self.assertNotIn("Traceback", done.stdout)
+        return done.stdout
+
+    def below(self):
+        return [os.path.join(base, f) for base, _, files in os.walk(self.home)
+                for f in files]
+
+    def test_install_pull_up_down_and_nothing_left(self):
+        self.addCleanup(subprocess.run, ["sh", "-c", "toki down"], env=self.env,
+                        capture_output=True)
+        self.sh("./install.sh")
+        said = self.sh(f"toki model pull {self.REPO} --use")
+        self.assertRegex(said, rf"Q4_K_M, .* \(of {len(self.QUANTS) + 1}; the usual middle")
+        registry = json.loads(toki.REAL.disk.read_text(os.path.join(
+            self.home, ".config/toki/models.json")))
+        self.assertEqual(registry["active"], "smoltalk-8b-instruct-q4_k_m")
+        said = self.sh("toki up --yes")
+        self.assertRegex(said, r"second ask: [\d,]+ of [\d,]+ tokens reused")
+        self.assertIn("Q4_K_M", json.loads(self.sh("toki status --json"))["engine"]["model"]
+                      .upper())
+        self.assertIn("stopped", self.sh("toki down"))
+        self.assertTrue([f for f in self.below() if f.endswith(".gguf")])
+        self.sh("./install.sh --uninstall --purge")
+        self.assertEqual(self.below(), [])
+
+
 class RealAlone(Real):
     def test_one_file_in_an_empty_folder(self):
         "python -I -S, empty HOME, read-only folder: a hit, and nothing written outside."
@@ -16824,7 +16876,7 @@ ROOMS = {
     "MODELS": (ModelsRoom,), "PULL": (PullRoom,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
-             RealSdks, RealSwap,
+             RealSdks, RealSwap, RealFirstHour,
              RealPage)}
 
 
