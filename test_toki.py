@@ -10792,6 +10792,60 @@ class RealMemory(Real):
                 self.assertLess(abs(plan.total - plan.checkpoint_bytes - took),
                                 max(took // 20, 16 << 20))
 
+    def limited(self, gib):
+        "Doors of a machine of 64 GiB, in a control group of `gib`; 0: in none."
+        class Disk(toki.Disk):
+            FILES = {"/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n",
+                     "/proc/self/cgroup": "0::/a\n",
+                     "/sys/fs/cgroup/a/memory.max": str(gib << 30) if gib else "max"}
+
+            def read_text(self, path):
+                if path.startswith("/sys/fs/cgroup") or path in self.FILES:
+                    return self.FILES.get(path, "")
+                return super().read_text(path)
+        return toki.REAL._replace(disk=Disk())
+
+    def test_8_and_16_gb_by_control_group_and_by_setting(self):
+        "A model of 8B parameters by its header: what fits is served, told and kept to."
+        plan = {"binary": real_engine(), "model": tiny("llama-dense")}
+        for gib, by, ctx, slots in ((8, "group", 4096, 3), (16, "setting", 16384, 4),
+                                    (8, "setting", 5120, 4), (16, "group", 16384, 4)):
+            with self.subTest(gib=gib, by=by), unittest.mock.patch.object(
+                    toki, "model_facts", lambda *a: Fit.BIG):
+                grouped = by == "group"
+                d = self.daemon("http://127.0.0.1:1", plan=plan, threads=1,
+                                memory_gb=0 if grouped else gib, certify="off",
+                                engine_args="--no-repack",
+                                edges=self.limited(gib if grouped else 0))
+                fit, c = d.memory_plan, Client(d)
+                self.assertLessEqual(fit.total + fit.page_cache, gib << 30)
+                self.assertEqual((fit.ctx, fit.slots), (ctx, slots))
+                entry = c.json("GET", "/v1/models")["data"][0]
+                self.assertEqual((entry["context_length"], entry["meta"]["slots"],
+                                  d.engine.info.n_ctx), (ctx, slots, ctx))
+                ends = {"stop": [" ", "a", "e"]}
+                reply = c.chat(say(1, 60), 32000, **ends)
+                self.assertIn("max_tokens", reply["cache"]["steadied"])
+                self.assertNotIn("max_tokens", c.chat(say(1, 60), 9, **ends)["cache"].get(
+                    "steadied") or ())
+                error = c.chat(say(1, 2 * ctx), 4, 400)["error"]
+                self.assertEqual(error["code"], "context_length_exceeded")
+                self.assertIn(str(ctx), error["message"].replace(",", ""))
+                d.close()
+
+    def test_below_the_floor_it_refuses_with_numbers(self):
+        home, model = self.folder(), tiny("llama-dense")
+        done = subprocess.run(
+            [sys.executable, os.path.join(HERE, "toki.py"), "up", "--yes", "--engine-bin",
+             real_engine(), "--model", model, "--memory-gb", "0.01"],
+            env={"HOME": home, "PATH": os.environ["PATH"]}, text=True,
+            capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertRegex(done.stderr, r"512 tokens in 1 slot.*MiB.*10\.2 MiB")
+        self.assertIn("try:", done.stderr)
+        self.assertFalse(os.path.exists(os.path.join(
+            home, ".local/state/toki/daemon.json")))
+
     def test_a_managed_engine_is_fitted_checked_and_remembered(self):
         model = tiny("llama-dense")
         plan = {"binary": real_engine(), "model": model}
