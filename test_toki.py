@@ -10139,6 +10139,28 @@ class RealShelf(Real):
         for slot in range(4):
             toki.Engine(server.url).json("POST", f"/slots/{slot}?action=erase", {})
 
+    def test_doctor_proves_a_fork(self):
+        "On every kind of memory; what was made for the proof is gone again."
+        for model, slots, *flags in (("llama-dense", 4), ("gemma3", 2, "--swa-full"),
+                                     ("qwen35", 4, "--checkpoint-min-step", "64"),
+                                     ("mamba2", 1, "--checkpoint-min-step", "64")):
+            with self.subTest(model):
+                server = self.server(model, "--no-repack", *flags, slots=slots)
+                d = self.shelf_rig(server, swa_full="--swa-full" in flags)
+                found = toki.examine(d.where, toki.REAL, toki.running_daemon(
+                    d.where, toki.REAL))
+                checks = [f for f in found if "restored into slot" in f.text]
+                self.assertEqual([f.level for f in checks],
+                                 ["OK" if slots > 1 else "WARN"], found)
+                here, there = re.findall(r"slot (\d)", checks[0].text)
+                self.assertEqual(here != there, slots > 1)
+                state = Client(d).json("GET", "/toki/state")
+                self.assertFalse([s for s in state["slots"] if s["busy"]])
+                self.assertNotIn("toki-check", [s["label"] for s in
+                                                state["shelf"]["snapshots"]])
+                d.close()
+                server.stop()
+
     def efficiency(self, name, model, *flags, slots=4, scale=900):
         server = self.server(model, *flags, slots=slots)
         d = self.shelf_rig(server, swa_full="--swa-full" in flags)
@@ -10676,6 +10698,36 @@ class RealAlone(Real):
         self.assertEqual((os.listdir(home), sorted(os.listdir(place))), ([], ["toki.py"]))
         self.assertLessEqual({"ledger.db", "token"}, set(os.listdir(
             os.path.join(state, "s"))))
+
+    def test_bundle_tells_no_text_and_no_secret(self):
+        "Even of an engine that prints prompts, over several lines."
+        state, model = self.folder(), tiny("llama-dense")
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024,
+                        threads=1, engine_args="--no-repack -lv 5", certify="off",
+                        plan={"binary": real_engine(), "model": model})
+        self.until(lambda: d.keeper.state == "ready", "the engine", 60)
+        Client(d).chat("the blue zebra\nUser: the blue zebra hums\n" * 9, 4)
+        path = os.path.join(self.folder(), "b.zip")
+        with contextlib.redirect_stdout(io.StringIO()) as out, \
+                contextlib.redirect_stderr(io.StringIO()):
+            code = toki.main(["doctor", "--bundle", path, "--state-dir", state,
+                              "--engine-key", "hush-hush", "--hf-token", "hf_0123456789",
+                              "--engine-args", "--api-key abcdefgh"])
+        with zipfile.ZipFile(path) as archive:
+            parts = {n: archive.read(n).decode() for n in archive.namelist()}
+        self.assertEqual((code, parts["doctor.txt"]), (0, out.getvalue()))
+        self.assertIn("fork proven", parts["doctor.txt"])
+        self.assertEqual(json.loads(parts["state.json"])["engine"]["state"], "ready")
+        self.assertIn("slots", json.loads(parts["settings.json"]))
+        self.assertIn("load_tensors", parts["logs/engine.log"])
+        self.assertIn("print_timing", parts["logs/engine.log"])
+        token = toki.local_token(toki.REAL, d.where)
+        key = toki.REAL.disk.read_text(d.where.file("engine.key")).strip()
+        raw = toki.REAL.disk.read_text(d.where.file("logs", "engine.log"))
+        self.assertIn("zebra", raw)              # else this test proves nothing
+        for name, text in parts.items():
+            for word in ("zebra", "hush", "hf_0123456789", "abcdefgh", token, key):
+                self.assertNotIn(word, text, name)
 
     def test_openai_client_unmodified(self):
         try:
