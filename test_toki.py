@@ -2949,6 +2949,30 @@ class Fit(Case):
         self.assertEqual(self.limited(10, ctx=fits, slots=4, fixed=("ctx", "slots")).ctx,
                          fits)
 
+    def test_a_context_that_does_not_fit_can_be_forced(self):
+        asked = dict(ctx=100_000, slots=4, fixed=("ctx", "slots"))
+        with self.assertRaises(toki.UsageError) as caught:
+            self.limited(10, **asked)
+        self.assertIn("--force-ctx", caught.exception.hint)
+        p = self.limited(10, force=True, **asked)
+        self.assertEqual((p.ctx, p.slots), (100_000, 4))
+        self.assertEqual(p.steps, ("forced: " + caught.exception.message,))
+        self.assertIn("does not fit:", toki.fit_text(p))
+        with self.assertRaises(toki.UsageError):     # only what the user chose is forced
+            self.limited(0.5, force=True)
+        self.assertEqual(self.limited(10, force=True, ctx=4096, fixed=("ctx",)).steps,
+                         self.limited(10, ctx=4096, fixed=("ctx",)).steps)
+
+    def test_what_computes_is_where_the_weights_went(self):
+        line = "load_tensors: %s model buffer size =  4920.00 MiB"
+        self.table((
+            ("cpu", ["  CPU_Mapped", "CPU_REPACK"], "cpu"), ("amx", ["AMX", "CPU"], "cpu"),
+            ("cuda", ["CPU_Mapped", "CUDA0", "CUDA1"], "cuda"),
+            ("apple", ["CPU_Mapped", "MTL0_Mapped"], "metal"),
+            ("amd", ["ROCm0"], "rocm"), ("any", ["CPU_Mapped", "Vulkan0"], "vulkan"),
+            ("silent", [], "")),
+            lambda names: toki.engine_profile([line % n for n in names] + ["other"]))
+
     def test_settings_become_wishes(self):
         def wishes(**cli):
             return toki.wishes_of(toki.load_config(cli, {}))
@@ -8793,15 +8817,16 @@ class InstallScript(Case):
         self.assertIn("start it: toki up", said)
         self.assertIn(f'PATH="{self.home}/.local/bin:$PATH"', said)
         self.assertIn(toki.__version__, self.sh("version", program=command))
-        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")],
-                         [".local/bin/toki", ".local/share/toki/toki.py"])
+        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")], [
+            ".local/bin/toki", ".local/share/toki/.folders",
+            ".local/share/toki/toki.py"])
         self.assertIn("up to date", self.sh())
         with open(os.path.join(self.source, "toki.py"), "a") as f:
             f.write("# newer\n")
         self.sh()
         self.assertIn(".local/share/toki/toki.py.prev", self.files())
         self.sh("--uninstall")
-        self.assertEqual(self.files(), [])
+        self.assertEqual(os.listdir(self.home), [])
 
     def test_purge_takes_the_state_and_nothing_else(self):
         self.quick()
@@ -8815,9 +8840,11 @@ class InstallScript(Case):
         self.assertIn(".local/bin/toki", self.files())   # refused before anything went
         self.assertIn("--purge removes it", self.sh("--uninstall"))
         self.assertIn(".local/state/toki/token", self.files())
+        os.mkdir(os.path.join(self.home, ".local/bin"))      # somebody else's now
         self.sh()
         self.sh("--uninstall", "--purge")
         self.assertEqual(self.files(), [".local/state/other/file"])
+        self.assertTrue(os.path.isdir(os.path.join(self.home, ".local/bin")))
 
     def test_sums_and_dead_ends(self):
         self.quick()
@@ -9781,6 +9808,8 @@ class PullRoom(ModelsCase):
         self.assertIn("SSL_CERT_FILE", self.words(toki.TokiError, self.pull))
         self.edges = real
         self.assertIn("no address", self.words(toki.UsageError, self.pull, hub="hub"))
+        self.assertIn("no web address", self.words(toki.UsageError, self.pull,
+                                                   hub="http://[::1"))
 
 
 class ModelCommands(ModelsCase):
@@ -10557,6 +10586,32 @@ class RealShelf(Real):
 
 class RealInstall(Real):
     "Engines are installed, and mended, with a real llama-server."
+
+    def test_model_check_loads_and_asks(self):
+        base, model = self.folder(), self.broken_template()
+        no_server = os.path.join(base, "no-server")
+        with open(no_server, "w") as f:
+            f.write("#!/bin/sh\necho not today; exit 3\n")
+        os.chmod(no_server, 0o755)
+        registry = os.path.join(base, "models.json")
+        with open(registry, "w") as f:
+            json.dump({"models": {
+                "good": {"file": tiny("gemma3-swa128")}, "odd": {"file": model},
+                "wide": {"file": tiny("llama-dense"), "args": ["--rope-scale", "nought"]},
+                "lost": {"file": tiny("llama-dense"), "binary": no_server}}}, f)
+        state = os.path.join(base, "state")
+        for name, code, words in (
+                ("good", 0, r"OK   good: loads, and answers a chat"),
+                ("odd", 0, r"WARN odd: loads.*template is broken: 'chatml'"),
+                ("wide", 0, r"WARN wide: loads.*refuses .*--rope-scale"),
+                ("lost", 1, r"FAIL lost: .*not today[^$]*models\.lost\.binary in ")):
+            with self.subTest(name), contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual((toki.main([
+                    "model", "check", name, "--state-dir", state, "--model-registry",
+                    registry, "--engine-bin", real_engine(), "--threads", "1",
+                    "--engine-args=--no-repack"]), name), (code, name), out.getvalue())
+            self.assertRegex(out.getvalue(), words)
+            self.assertFalse(os.path.exists(os.path.join(state, "check")))
 
     def broken_template(self):
         "A tiny model whose chat template cannot be parsed."
