@@ -10596,9 +10596,13 @@ class RealInstall(Real):
         registry = os.path.join(base, "models.json")
         with open(registry, "w") as f:
             json.dump({"models": {
-                "good": {"file": tiny("gemma3-swa128")}, "odd": {"file": model},
-                "wide": {"file": tiny("llama-dense"), "args": ["--rope-scale", "nought"]},
-                "lost": {"file": tiny("llama-dense"), "binary": no_server}}}, f)
+                name: {"file": file, "binary": binary, "args": args}
+                for name, file, binary, args in (
+                    ("good", tiny("gemma3-swa128"), real_engine(), []),
+                    ("odd", model, real_engine(), []),
+                    ("wide", tiny("llama-dense"), real_engine(),
+                     ["--rope-scale", "nought"]),
+                    ("lost", tiny("llama-dense"), no_server, []))}}, f)
         state = os.path.join(base, "state")
         for name, code, words in (
                 ("good", 0, r"OK   good: loads, and answers a chat"),
@@ -10608,8 +10612,8 @@ class RealInstall(Real):
             with self.subTest(name), contextlib.redirect_stdout(io.StringIO()) as out:
                 self.assertEqual((toki.main([
                     "model", "check", name, "--state-dir", state, "--model-registry",
-                    registry, "--engine-bin", real_engine(), "--threads", "1",
-                    "--engine-args=--no-repack"]), name), (code, name), out.getvalue())
+                    registry, "--threads", "1", "--engine-args=--no-repack"]), name),
+                    (code, name), out.getvalue())
             self.assertRegex(out.getvalue(), words)
             self.assertFalse(os.path.exists(os.path.join(state, "check")))
 
