@@ -9829,8 +9829,8 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade,
-#    bench_score, percentile, median_interval, weigh, judge, lost_asks.
+#    sample_text, rehearse, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
+#    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
 #    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
@@ -10085,6 +10085,17 @@ class PrefixOracle:
         "A prompt with what was generated, but the last token, is known from now on."
         self.asks += 1
         self.trie.insert(self.asks, after)
+
+
+def as_generated(retokenized: Sequence[Any], came: Sequence[Any]) -> int:
+    """How many leading tokens of a reply are those that were generated.
+
+    Compares the pieces of the text tokenized again with the pieces that came; a text
+    may be cut into other tokens than the model chose, and from there on no prompt that
+    holds the text has the generated tokens.
+    """
+    return next((i for i, (a, b) in enumerate(zip(retokenized, came)) if a != b),
+                min(len(retokenized), len(came)))
 
 
 # ---- what came of it ----------------------------------------------------------------
@@ -22906,6 +22917,7 @@ class Asker:
 
     def __init__(self, engine: Engine, pin: Optional[int] = None):
         self.engine, self.pin = engine, pin
+        self.pieces: list = []           # of the latest reply, as they came
 
     def chat(self, messages: list, max_tokens: int = 16, **more: Any) -> tuple:
         "(text, first-token ms, timings, cache or None) of a streamed chat."
@@ -22915,6 +22927,7 @@ class Asker:
             body["id_slot"] = self.pin
         clock, began = self.engine.edges.clock, self.engine.edges.clock.now()
         text, first, timings, cache = [], None, None, None
+        self.pieces = text
         for event in self.engine.open("/v1/chat/completions",
                                       json.dumps(body).encode()).events():
             for choice in event.get("choices") or ():
@@ -23553,44 +23566,45 @@ class _Play:
             self.crowded |= self.open_asks > 1
         left_out = self.arm == "fresh" and place % self.sample
         try:
-            row, reply = self._left_out(key) if left_out else self._send(
+            row, pieces = self._left_out(key) if left_out else self._send(
                 messages, max_tokens, key, more)
         finally:
             with self.lock:
                 self.open_asks -= 1
-        self._note(place, messages, row, reply)
-        self.bench.tick(self.arm)
-        return self.script.setdefault(key, reply)
+        self._note(place, messages, row, pieces)
+        return self.script.setdefault(key, "".join(pieces))
 
     def _left_out(self, key: str) -> tuple:
         return Asked(0, 0, None, None, 0, None, key=key, asked=False), \
-            self.script.get(key, "")
+            [self.script.get(key, "")]
 
     def _send(self, messages: list, limit: int, key: str, more: dict) -> tuple:
         if self.arm == "fresh":
             more = dict(more, cache_prompt=False)
         before, at = self._counter(), self.bench.edges.clock.now() - self.began
-        row, reply = Asked(0, 0, None, None, 0, None, round(at, 3), key), ""
+        row, asker = Asked(0, 0, None, None, 0, None, round(at, 3), key), self.asker()
         try:
-            reply, first, t, cache = self.asker().chat(messages, limit, ignore_eos=True,
-                                                       **more)
+            _, first, t, cache = asker.chat(messages, limit, ignore_eos=True, **more)
         except TokiError as error:
-            return row._replace(error=error.message), ""
+            return row._replace(error=error.message), []
         after, cache = self._counter(), cache or {}
         alone = not self.crowded and before is not None and after is not None
         return row._replace(
             cached=t.cache_n if t else None, generated=t.predicted_n if t else 0,
             computed=after - before if alone else None,
             ttft_ms=round(first, 3) if first else None, ask=cache.get("ask", 0),
-            source=cache.get("source", ""), why=cache.get("why", "")), reply
+            source=cache.get("source", ""), why=cache.get("why", "")), asker.pieces
 
-    def _note(self, place: int, messages: list, row: Asked, reply: str) -> None:
+    def _note(self, place: int, messages: list, row: Asked, pieces: list) -> None:
         "Put an ask beside what the oracle makes of it."
-        engine = self.bench.reader or self.rig.engine
+        engine, reply = self.rig.engine, "".join(pieces)
         prompt = engine.render(json.dumps({"messages": messages}).encode())
         tokens = array("I", engine.tokenize(prompt, True))
-        after = array("I", engine.tokenize(prompt + reply, True))
-        stored = after[:-1] if len(after) > len(tokens) else tokens
+        again = engine.json("POST", "/tokenize", {
+            "content": reply, "parse_special": True, "with_pieces": True})["tokens"]
+        same = as_generated([t["piece"] for t in again], pieces)
+        stored = tokens + array("I", [t["id"] for t in again[:min(
+            same, max(0, row.generated - 1))]])
         with self.lock:
             known = self.oracle.known(tokens)
             self.oracle.add(stored)
@@ -23628,14 +23642,12 @@ class Bench:
                  keep: Callable[[dict], None], old: Optional[dict] = None):
         self.plan, self.binary, self.model, self.edges = plan, binary, model, edges
         self.where, self.config, self.say, self.keep = where, config, say, keep
-        self.reader: Optional[Engine] = None
         self.setup = self._setup()
         old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
             else {}
         self.done: dict = dict((old or {}).get("runs", {}))
         self.rates: dict = {}
-        self.label, self.ticks, self.expected = "", 0, 0
-        self.finished, self.began = 0.0, edges.clock.now()
+        self.began = edges.clock.now()
 
     def _setup(self) -> dict:
         "Machine, model, build, flags: what another needs to repeat it."
@@ -23685,17 +23697,18 @@ class Bench:
     def play(self) -> dict:
         "All of the plan that is not done yet; returns the state."
         parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
+        finished = 0
         for i, (name, n, arm) in enumerate(parts):
             key = f"{name}/{n}/{arm}"
             if key in self.done:
                 continue
-            self.label, self.ticks = f"[{i + 1}/{len(parts)}] {name}, {arm}", 0
+            label = f"[{i + 1}/{len(parts)}] {name}, {arm}"
             script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
             run = _Play(self, arm, script, self._sample(name)).run(name)
-            self.finished += 1
+            finished += 1
             left = len(parts) - i - 1
-            pace = (self.edges.clock.now() - self.began) / self.finished
-            self.say(f"{self.label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
+            pace = (self.edges.clock.now() - self.began) / finished
+            self.say(f"{label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
                 f", ~{fmt_age(pace * left)} left" if left else ""))
             self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
             self.keep(self.state(False))
@@ -23706,9 +23719,6 @@ class Bench:
         if name not in WORKLOADS or name == "no_overlap":
             return 1
         return self.plan.sample
-
-    def tick(self, arm: str) -> None:
-        self.ticks += 1
 
     def state(self, complete: bool) -> dict:
         return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
