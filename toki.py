@@ -10180,8 +10180,8 @@ def weigh(runs: Sequence[Run]) -> dict:
     prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
     spent = [run.computed for run in runs]
     total = None if None in spent else sum(c for c in spent if c is not None)
-    later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
-    told = [a.prompt - a.new for a in later if a.new is not None]
+    later = max(1, len(good) - len(runs))     # the first ask of a run cannot be a hit
+    told = [a.prompt - a.new for a in good if a.new is not None]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
@@ -10190,8 +10190,8 @@ def weigh(runs: Sequence[Run]) -> dict:
         "efficiency": oracle / max(1, total) if total is not None else None,
         "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
         "hit_tokens_oracle": 1 - oracle / max(1, prompt),
-        "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
-        "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
+        "hit_asks": sum(n >= _HIT for n in told) / later if told else None,
+        "hit_asks_oracle": sum(a.known >= _HIT for a in good) / later,
         "ttft_ms": {"p50": percentile(times, .5), "p95": percentile(times, .95),
                     "min": min(times, default=None), "max": max(times, default=None)},
         "prefill_tokens_per_s": 1000 * sum(
@@ -10312,7 +10312,7 @@ def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
             rows.append(judge(name, arms))
             toki = arms.get("toki")
             rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
-                                for i, a, n in lost_asks(toki[0])[:5]] if toki else []
+                                for i, a, n in lost_asks(toki[0], 10)[:3]] if toki else []
     return dict(state, rows=rows, missing=[
         n for n in plan["names"] if n not in {r["workload"] for r in rows}])
 
@@ -10548,7 +10548,7 @@ def _distribution(times: dict) -> str:
 def _efficiency_bars(rows: Sequence[dict]) -> str:
     "Efficiency of every arm on every workload."
     parts, y = [], 18
-    for x, word in ((210, "0"), (350, "0.5"), (490, "1: no token twice")):
+    for x, word in ((210, "0"), (510, "0.5"), (810, "1: nothing twice")):
         parts.append(_svg_text(x, 12, word, "middle"))
     top = y
     for row in rows:
@@ -10556,14 +10556,14 @@ def _efficiency_bars(rows: Sequence[dict]) -> str:
         parts.append(_svg_text(200, y + 5 * len(arms) + 5, row["workload"], "end"))
         for arm in arms:
             value = row["arms"][arm]["efficiency"]
-            parts += [f'<rect x="210" y="{y}" width="{280 * min(1.05, value):.1f}" '
+            parts += [f'<rect x="210" y="{y}" width="{600 * min(1.05, value):.1f}" '
                       f'height="8" fill="var(--{arm})"/>',
-                      _svg_text(496 if value > .97 else 214 + 280 * value, y + 8,
+                      _svg_text(816 if value > .97 else 214 + 600 * value, y + 8,
                             f"{value:.2f}")]
             y += 10
         y += 8
-    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 350, 490)]
-    return _svg(560, y + 4, lines + parts, "efficiency by workload and arm")
+    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 510, 810)]
+    return _svg(900, y + 4, lines + parts, "efficiency by workload and arm")
 
 
 def _timeline(row: dict, runs: dict) -> str:
@@ -10576,7 +10576,7 @@ def _timeline(row: dict, runs: dict) -> str:
     parts, width = [], 860 / max(1, asks)
     for lane, (arm, rows) in enumerate(lanes):
         base = 120 + lane * 140
-        parts.append(_svg_text(90, base - 50, _ARM_WORDS[arm].split(" ")[-1], "end"))
+        parts.append(_svg_text(98, base - 106, _ARM_WORDS[arm]))
         parts += [f'<path class=ax d="M96 {base}H960"/>',
                   _svg_text(90, base - 96, f"{most:,}", "end"),
                   _svg_text(90, base, "0", "end")]
@@ -10629,11 +10629,13 @@ def _summary(rows: Sequence[dict]) -> str:
         body.append((
             f"<b>{_esc(row['workload'])}</b><span class=what>"
             f"{_esc(WORKLOAD_WORDS.get(row['workload'], ''))}"
-            + (f". {_esc(note)}" if note else "") + "</span>",
+            + (f"; {_esc(note)}" if note else "") + "</span>",
             f"{ttft}<span class=what>{interval.rstrip(')')}</span>",
             _change(toki)[1], f"{_percent(toki['hit_tokens'])}<span class=what>of "
             f"{_percent(toki['hit_tokens_oracle'])} possible"
-            + (f"; published {published}" if published else "") + "</span>",
+            + (f"; published {published}" if published else "")
+            + (f", by asks; here {_percent(toki['hit_asks'], 0)} of them"
+               if row["workload"] == "agent_100" else "") + "</span>",
             "-" if points is None else f"{points:.1f}<span class=what><span class=bar "
             f'style="width:{points * .05:.1f}rem"></span></span>',
             f"<span class=grade>{toki.get('grade', '-')}</span>",
@@ -10690,9 +10692,11 @@ def bench_page(result: dict) -> str:
         f"<h1>How much of the reading is done twice?</h1><p class=soft>toki bench, "
         f"{_esc(time_text(setup['at']))}: {_esc(same['model'])} on "
         f"{_esc(setup['machine'])}</p>", *_PAGE_LEAD, _key(arms), _tiles(rows),
-        "<h2>Summary</h2><p>Changes compare toki with the same engine that reuses "
-        "nothing; negative times are shorter. In brackets the 95 % interval of the "
-        "median.</p>", _summary(rows),
+        "<h2>Summary</h2><p>TTFT is the time to the first token, prefill the speed "
+        "of reading. Changes compare toki with the same engine that reuses nothing: "
+        "negative times are shorter; below each the 95 % interval of the median. Hit: "
+        "tokens that were remembered, in percent. The last column is the grade of "
+        "llama-server by itself.</p>", _summary(rows),
         "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
         "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
         "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
