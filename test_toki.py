@@ -16529,6 +16529,42 @@ class RealSwap(Real):
         self.assertEqual(sorted(out), [("one", "one")] * 2 + [("two", "two")] * 2)
         self.assertFalse(d.keeper.open_count())
 
+    def test_engines_side_by_side(self):
+        "Two models, each with an engine of its own; a third takes the place of the idle."
+        d, c = self.stack(swap="2")
+        out, threads = [], []
+        for n in range(2):
+            for name in ("one", "two"):
+                cache = self.turn(c, name, say(f"{name} {n}", 20), model=name)
+                if n:
+                    self.assertEqual(cache["source"], "resident", cache)
+        for name in ("one", "two") * 2:
+            threads.append(threading.Thread(target=lambda name=name: out.append(
+                (name, c.chat("hello", 4, model=name)["model"]))))
+            threads[-1].start()
+        for t in threads:
+            t.join(60)
+        self.assertEqual(sorted(out), [("one", "one")] * 2 + [("two", "two")] * 2)
+        fleet = c.json("GET", "/toki/state")["fleet"]
+        self.assertEqual(list(fleet), ["two"])
+        self.assertEqual((fleet["two"]["engine"]["state"], fleet["two"]["counters"]["asks"]),
+                         ("ready", 4))
+        first = c.json("POST", "/v1/responses", {
+            "model": "two", "input": say("r", 60), "max_output_tokens": 4})
+        second = c.json("POST", "/v1/responses", {
+            "model": "two", "input": "on", "max_output_tokens": 4,
+            "previous_response_id": first["id"]})
+        self.assertGreater(second["cache"]["reused_tokens"], 60)
+        with open(d.base.model_registry) as f:
+            registry = json.load(f)
+        registry["models"]["three"] = {"files": [tiny("deepseek2")], "ctx": 1024}
+        with open(d.base.model_registry, "w") as f:
+            json.dump(registry, f)
+        time.sleep(2.1)                  # what was sent to `two` has surely arrived
+        self.assertEqual(c.chat("hello", 4, model="three")["model"], "three")
+        self.assertEqual(list(c.json("GET", "/toki/state")["fleet"]), ["three"])
+        self.assertGreater(self.turn(c, "one", "again", model="one")["reused_tokens"], 1800)
+
     def test_a_model_that_does_not_start_gives_the_place_back(self):
         d, c = self.stack()
         bad = os.path.join(self.folder(), "bad.gguf")

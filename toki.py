@@ -294,6 +294,13 @@ def _choice(*words: str) -> Callable[[Any], str]:
     return parse
 
 
+def _swap_way(text: Any) -> str:
+    word = str(text).strip()
+    if word not in ("off", "ask") and not re.fullmatch(r"[2-9]|[1-9]\d", word):
+        raise ValueError("off, ask, or a number of engines from 2 on expected")
+    return word
+
+
 def _natural(text: Any) -> int:
     if isinstance(text, str) and not re.fullmatch(r"\s*[0-9]{1,15}\s*", text):
         raise ValueError("a whole number, 0 or more, expected")
@@ -409,9 +416,9 @@ SETTINGS = (
     Setting("audit", 0.5, _seconds, "percent of asks that are asked again in idle "
             "time, with and without reuse; 0: none"),
     Setting("embed_engine", "", str, "address of a llama-server for embeddings"),
-    Setting("swap", "off", _choice("off", "ask"), "an ask that names another "
-            "registered model; off: the active one answers, ask: the engine changes "
-            "over"),
+    Setting("swap", "off", _swap_way, "an ask that names another registered model; "
+            "off: the active one answers, ask: the engine changes over, a number: so "
+            "many engines side by side while memory allows"),
     Setting("strict_models", False, _switch, "404 for model names that are not served"),
     Setting("max_body_mb", 64, _natural, "largest request body, decoded, in MiB"),
     Setting("max_connections", 512, _natural, "connections open at once"),
@@ -16542,6 +16549,9 @@ class Gateway:
         self.turns: Optional[ModelTurns] = None      # of models, on an engine of ours
         # (all?) -> {name: context} of the models that an ask may name
         self.registered: Callable[..., dict] = lambda everything=False: {}
+        # model -> the gateway in front of an engine of its own, None: there is none
+        self.beside: Callable[[str], Optional[Gateway]] = lambda model: None
+        self.fleet: Callable[[], dict] = lambda: {}  # model -> its state document
 
     # ---- doorkeeping --------------------------------------------------------
     def __call__(self, x: Exchange) -> None:
@@ -16676,8 +16686,12 @@ class Gateway:
         return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"),
                                digest_size=6).hexdigest()
 
-    def _serve(self, x: Exchange, kind: str) -> None:
-        request = self._read(x, kind)
+    def _serve(self, x: Exchange, kind: str, asked: Any = None) -> None:
+        request = self._read(x, kind, asked)
+        beside = self.beside(request.model) if request.model else None
+        if beside is not None:
+            beside._serve(x, kind, request.asked)
+            return
         self._check_model(request)
         stream = _StreamReply if dialect_of(x.asked) is None else _ToldReply
         reply = (stream if request.stream else _PlainReply)(self, x, request)
@@ -17037,7 +17051,7 @@ class Gateway:
                "text/plain; version=0.0.4")
 
     def _state(self, x: Exchange) -> None:
-        x.send_json(200, self.keeper.document())
+        x.send_json(200, dict(self.keeper.document(), fleet=self.fleet()))
 
     def _page(self, x: Exchange) -> None:
         if not self.page:
@@ -19518,6 +19532,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
+_SETTLED_S = 2.0             # an ask sent to an engine beside has arrived by then
 
 
 def _read_json(edges: Edges, path: str) -> dict:
@@ -19564,11 +19579,16 @@ class Daemon:
                  engine: Optional[Engine] = None, process_plan: Optional[dict] = None,
                  page: str = ""):
         self.base, self.where, self.edges, self.page = config, where, edges, page
+        self.sides: OrderedDict = OrderedDict()      # model -> Daemon, latest used last
+        self.side_lock = threading.Lock()            # guards `sides`
+        self.gateway: Optional[Gateway] = None
         self.plan = process_plan         # {"binary", "model", ...} of a managed engine
         self.config = config.but(**(process_plan or {}).get("settings", {}))
         self.before: Optional[dict] = None   # the plan to go back to
         self.changing = False
         self.failed = ""                 # why a change did not come about
+        self.lent: Optional[Recall] = None   # by the daemon that this one stands beside
+        self.wanted_at = 0.0             # ... and when that one last sent an ask here
         self.engine = engine
         self.process: Optional[EngineProcess] = None
         self.sole = process_plan is not None     # nobody else uses the engine
@@ -19751,6 +19771,60 @@ class Daemon:
             raise EngineGone(f"{name} did not start: {self.failed}",
                              "see `toki logs`; the model of before is served again")
 
+    # ---- engines side by side ---------------------------------------------------
+    def beside(self, name: str) -> Optional[Gateway]:
+        """In front of a registered model's own engine, started if need be; None where
+        the engine here is to be asked: it serves that model, or there is no room."""
+        if not self.base.swap.isdigit() or name == self.gateway.turns.active \
+                or name not in self.registered():
+            return None
+        with self.side_lock:
+            if name not in self.sides:
+                side = self._new_side(name)
+                if side is None:
+                    return None
+                self.sides[name] = side
+            self.sides.move_to_end(name)
+            self.sides[name].wanted_at = self.edges.clock.now()
+            return self.sides[name].gateway
+
+    def _new_side(self, name: str) -> Optional["Daemon"]:
+        registry = read_registry(self.base, self.where, self.edges)
+        entry = registry.need(name)
+        config, more = entry_setup(entry, registry, self.base, self.edges)
+        plan = {"schema": 1, "binary": self.plan["binary"],
+                "model": entry_paths(entry, registry, self.edges)[0], **more}
+        if config.engine_bin:
+            plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
+        for old, side in list(self.sides.items()):
+            if len(self.sides) + 1 < int(self.base.swap):
+                break
+            if not side.keeper.open_count() and \
+                    self.edges.clock.now() - side.wanted_at > _SETTLED_S:
+                log.info("the engine of %s makes room for %s", old, name)
+                side.close()
+                del self.sides[old]
+        if len(self.sides) + 1 >= int(self.base.swap):
+            return None
+        side = Daemon(self.base.but(swap="off"), Places(
+            self.where.file("fleet", name), self.where.config_file), self.edges,
+            process_plan=plan)
+        try:
+            _memory_plan(side.config, side.where, self.edges, plan,
+                         model_facts(self.edges, plan["model"]))
+        except TokiError as error:
+            log.info("no room for an engine of %s beside (%s)", name, error.message)
+            return None
+        side.lent = self.recall
+        side._prepare()
+        side._begin()
+        return side
+
+    def fleet(self) -> dict:
+        "{model: state document} of the engines beside this one."
+        with self.side_lock:
+            return {name: side.keeper.document() for name, side in self.sides.items()}
+
     def _take_plan(self, plan: dict) -> None:
         self.plan, self.remedies = plan, Remedies()
         self.config = self.base.but(**plan.get("settings", {}))
@@ -19776,9 +19850,14 @@ class Daemon:
             self.stop_flag.wait(0.2)
         return ready
 
-    def _end_stale_engine(self) -> None:
-        "An engine that a killed daemon left behind holds memory for nobody."
-        old = _read_json(self.edges, self.where.file(_DAEMON))
+    def _end_stale_engines(self) -> None:
+        "Engines that a killed daemon left behind hold memory for nobody."
+        self._end_stale_engine(self.where.file(_DAEMON))
+        for name in self.edges.disk.listing(self.where.file("fleet")):
+            self._end_stale_engine(self.where.file("fleet", name, _DAEMON))
+
+    def _end_stale_engine(self, record: str) -> None:
+        old = _read_json(self.edges, record)
         pid, birth = old.get("engine_pid"), old.get("engine_birth")
         if isinstance(pid, int) and birth and self.edges.proc.birth(pid) == birth:
             log.warning("ending the engine (pid %d) that an earlier toki left", pid)
@@ -19813,7 +19892,7 @@ class Daemon:
             if self.lock_file is None:
                 raise UsageError(f"another toki runs on {self.where.state}",
                                  "see `toki status`; give this one its own --state-dir")
-            self._end_stale_engine()
+            self._end_stale_engines()
             return local_token(self.edges, self.where)
         except OSError as error:
             log.warning("%s cannot be written (%s): no ledger, no token file",
@@ -19826,6 +19905,22 @@ class Daemon:
         if not is_loopback(config.host) and not config.allow_plain:
             raise UsageError(f"{config.host} is no loopback address and this is plain "
                              "HTTP", "add --allow-plain true if the network is yours")
+        self._prepare()
+        try:
+            self.server = FastServer(config.host, config.port, self.gateway,
+                                     config.max_body_mb << 20, config.max_connections)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {config.host}:{config.port}: "
+                             f"{error.strerror or error}",
+                             "another program has the port; give another --port"
+                             ) from None
+        self._begin()
+        threading.Thread(target=self.server.serve_forever, name="toki-http",
+                         kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def _prepare(self) -> None:
+        "Everything but the port and the threads."
+        config, edges = self.config, self.edges
         token = self._claim()
         ledger = Ledger(self.where.file("ledger.db"), edges) \
             if config.history and self.lock_file else None
@@ -19839,30 +19934,23 @@ class Daemon:
                              self.where.file("shelf.db"),
                              self.where.file("rates.json") if self.lock_file else "")
         self._audit(self.keeper)
-        self.recall = Recall(config, edges, self.where.file("recall.db")
-                             if ledger is not None else "")
-        gateway = Gateway(self.keeper, config, token, edges, self.stop_flag.set,
-                          self.recall, self.page)
-        gateway.registered = self.registered
+        self.recall = self.lent or Recall(config, edges, self.where.file("recall.db")
+                                          if ledger is not None else "")
+        self.gateway = gateway = Gateway(self.keeper, config, token, edges,
+                                         self.stop_flag.set, self.recall, self.page)
+        gateway.registered, gateway.fleet = self.registered, self.fleet
         if self.plan is not None:
+            gateway.beside = self.beside
             gateway.turns = ModelTurns(self.plan.get("entry") or "", self.change_over,
                                        edges)
-        try:
-            self.server = FastServer(config.host, config.port, gateway,
-                                     config.max_body_mb << 20, config.max_connections)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {config.host}:{config.port}: "
-                             f"{error.strerror or error}",
-                             "another program has the port; give another --port"
-                             ) from None
+
+    def _begin(self) -> None:
         self._write_record()
         if self.plan is not None:
             threading.Thread(target=self._supervise, name="toki-engine",
                              daemon=True).start()
         threading.Thread(target=self.keeper.watch, name="toki-watch",
                          daemon=True).start()
-        threading.Thread(target=self.server.serve_forever, name="toki-http",
-                         kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def _audit(self, keeper: Keeper) -> None:
         "Idle work: one certificate for each namespace, and a sample of the outputs."
@@ -19909,6 +19997,10 @@ class Daemon:
         "Let open asks end for a few seconds, then stop everything that was started."
         self.stop_flag.set()
         server, keeper = self.server, self.keeper
+        with self.side_lock:
+            for side in self.sides.values():
+                side.close()
+            self.sides.clear()
         if server is not None:
             server.shutdown()
         if keeper is not None:
@@ -19925,7 +20017,7 @@ class Daemon:
             keeper.shelf.close()
         if keeper is not None and keeper.ledger is not None:
             keeper.ledger.close()
-        if self.recall is not None:
+        if self.recall is not None and self.recall is not self.lent:
             self.recall.close()
         if self.lock_file is not None:
             with contextlib.suppress(OSError):
@@ -26691,6 +26783,9 @@ def _parser() -> argparse.ArgumentParser:
         p.set_defaults(run_name=command.name)
         for names, options in command.args:
             p.add_argument(*names, **options)
+        if command.settings:             # forty of them would bury the rest
+            p.usage = p.format_usage()[len("usage: "):].rstrip() \
+                + " [--SETTING VALUE ...]"
         group = p.add_argument_group("settings")
         for name in command.settings:
             s = by_name[name]
