@@ -10319,7 +10319,8 @@ def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
             rows.append(judge(name, arms))
             toki = arms.get("toki")
             rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
-                                for i, a, n in lost_asks(toki[0], 10)[:3]] if toki else []
+                                for i, a, n in (lost_asks(toki[0], 10)[:3]
+                                                if toki else ())]
     return dict(state, rows=rows, missing=[
         n for n in plan["names"] if n not in {r["workload"] for r in rows}])
 
@@ -26456,7 +26457,8 @@ def _bench_plan(c: Context) -> BenchPlan:
 
 def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
     "The workloads on three arms; an interrupted bench goes on where it was."
-    store = c.ns.json if c.ns.json not in ("", "-") else where.file("bench.json")
+    store = c.edges.disk.absolute(c.ns.json) if c.ns.json not in ("", "-") \
+        else where.file("bench.json")
     quiet = c.ns.json == "-"
     old = None
     with contextlib.suppress(UsageError):
@@ -26475,7 +26477,8 @@ def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
         run["replies"] = None            # they served the comparison of outputs
     keep(result)
     if c.ns.html:
-        c.edges.disk.write(c.ns.html, bench_page(result).encode())
+        c.edges.disk.write(c.edges.disk.absolute(c.ns.html),
+                           bench_page(result).encode())
     c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
           + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
     return 0
