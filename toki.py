@@ -23553,7 +23553,7 @@ class BenchPlan(NamedTuple):
     context: int = 4096
     seed: int = 1
     passes: int = 1
-    sample: int = 1          # the fresh arm answers every so manieth ask
+    sample: int = 1          # the fresh arm answers every so many asks
     url: str = ""            # a fourth arm
     url_engine: str = ""     # the engine behind it, for its counters
     other: str = ""          # a second model, for swap
