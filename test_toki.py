@@ -45,6 +45,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+import typing
 import unittest
 import unittest.mock
 import zipfile
@@ -17095,32 +17096,75 @@ class Result(unittest.TextTestResult):
         self.times.append((time.monotonic() - self._began, str(test)))
 
 
+class Outcome(typing.NamedTuple):
+    "What came of some classes of tests; picklable."
+    ran: int = 0
+    bad: tuple = ()              # (test, traceback)
+    skipped: tuple = ()          # reasons
+    times: tuple = ()            # (seconds, test)
+
+    def plus(self, other):
+        return Outcome(*(a + b for a, b in zip(self, other)))
+
+
+def run_cases(names, verbosity=1):
+    "Run these classes in this process; failures are told at once."
+    loader = unittest.TestLoader()
+    suite = unittest.TestSuite(loader.loadTestsFromTestCase(globals()[n]) for n in names)
+    result = unittest.TextTestRunner(verbosity=verbosity, resultclass=Result).run(suite)
+    bad = {str(t): text for t, text in result.failures + result.errors}
+    return Outcome(result.testsRun, tuple(bad.items()),
+                   tuple(why for _, why in result.skipped),
+                   tuple(getattr(result, "times", ())))
+
+
+def run_side_by_side(names):
+    """Most tests wait more than they compute: several processes at once, each a class at
+    a time.  Where processes cannot fork, all in this one."""
+    import concurrent.futures
+    import multiprocessing
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return run_cases(names)
+    whole = Outcome()
+    with concurrent.futures.ProcessPoolExecutor(
+            (os.cpu_count() or 1) + 2, multiprocessing.get_context("fork")) as pool:
+        # Those that wait longest begin first.
+        first = ("InstallScript", "ShelfRoom", "Terminal", "GatewayRoom", "WhyRoom",
+                 "KeeperRoom", "Properties", "Sdks", "FieldReports")
+        order = sorted(names, key=lambda n: first.index(n) if n in first else 99)
+        for done in pool.map(run_cases, [[n] for n in order]):
+            whole = whole.plus(done)
+    return whole
+
+
 def main(argv):
     import faulthandler
     faulthandler.enable()
-    faulthandler.dump_traceback_later(1500, exit=True)
-    fast = "--fast" in argv
+    faulthandler.dump_traceback_later(2400, exit=True)
     wanted = [a.upper() for a in argv if not a.startswith("-")]
     unknown = [w for w in wanted if w not in ROOMS]
     if unknown:
         print(f"no room {unknown[0]}; rooms: {' '.join(ROOMS)}")
         return 2
-    suite, loader = unittest.TestSuite(), unittest.TestLoader()
-    for room, cases in ROOMS.items():
-        if (not wanted or room in wanted) and not (fast and room == "REAL"):
-            suite.addTests(loader.loadTestsFromTestCase(c) for c in cases)
-    runner = unittest.TextTestRunner(verbosity=2 if "-v" in argv else 1,
-                                     resultclass=Result)
-    result = runner.run(suite)
-    for seconds, name in sorted(getattr(result, "times", []), reverse=True)[:5]:
+    quick = list(dict.fromkeys(
+        c.__name__ for room, cases in ROOMS.items() for c in cases
+        if room != "REAL" and (not wanted or room in wanted)))
+    real = [] if "--fast" in argv or wanted and "REAL" not in wanted \
+        else [c.__name__ for c in ROOMS["REAL"]]
+    alone = wanted or "-v" in argv or "--serial" in argv
+    found = (run_cases(quick, 2 if "-v" in argv else 1) if alone
+             else run_side_by_side(quick)) if quick else Outcome()
+    if real:                             # engines want the machine for themselves
+        found = found.plus(run_cases(real, 2 if "-v" in argv else 1))
+    for seconds, name in sorted(found.times, reverse=True)[:5]:
         print(f"  {seconds:6.1f} s  {name}")
-    for reason in sorted({why for _, why in result.skipped}):
+    for reason in sorted(set(found.skipped)):
         print(f"skipped: {reason}")
-    bad = len({str(t) for t, _ in result.failures + result.errors})
-    skipped = len(result.skipped)
-    print(f"{max(0, result.testsRun - bad - skipped)} passed, {bad} failed, "
-          f"{skipped} skipped")
-    return 1 if bad or not result.testsRun else 0
+    for name, _ in found.bad:
+        print(f"failed: {name}")
+    bad, skipped = len(found.bad), len(found.skipped)
+    print(f"{max(0, found.ran - bad - skipped)} passed, {bad} failed, {skipped} skipped")
+    return 1 if bad or not found.ran else 0
 
 
 if __name__ == "__main__":
