@@ -3197,7 +3197,7 @@ class Chains:
 # ============================================================================
 # 12. OUTPUTS - the chat stream told as Responses events, and as a plain response.
 #    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
-#    responses_reply, response_error.  pure: ids and times are given.
+#    response_error.  pure: ids and times are given.
 #
 #    created, in_progress, then for each output item, one after the other:
 #        output_item.added [part.added] delta... [done] [part.done] output_item.done
@@ -3702,12 +3702,6 @@ class ResponsesStream:
         call.done = True
         out = self._pass_on(call, last=True)
         return out + self._events(call.output.end(status))
-
-
-def responses_reply(reply: dict, body: dict, response_id: str, created: int,
-                    model: str = "") -> dict:
-    "The plain response out of a whole chat reply; its `cache` object comes along."
-    return ResponsesStream(body, response_id, created, model).plain(reply)
 
 
 def response_error(error: TokiError) -> dict:
@@ -4608,7 +4602,7 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 # 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
 #    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
 #    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
-#    nearer_messages, lost_system, Habits.
+#    lost_system, Habits.
 #
 #    Two parts of the engine refuse what other servers take: the compiler that makes a
 #    grammar of tool schemas, and chat templates.  What either takes is tried once, in
@@ -5142,13 +5136,6 @@ def nearer_forms(messages: list, refusal: str, known: Iterable[str] = ()) -> Ite
         if changed not in seen:
             seen.append(changed)
             yield forms
-
-
-def nearer_messages(messages: list, refusal: str, known: Iterable[str] = ()) \
-        -> Iterable:
-    "(messages, words) of each of `nearer_forms`."
-    for forms in nearer_forms(messages, refusal, known):
-        yield apply_forms(messages, forms)
 
 
 def lost_system(messages: list, prompt: str) -> bool:
@@ -7762,7 +7749,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 # ============================================================================
 # 21. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
-#    wishes_of, most_new_tokens, EngineReport, read_engine_report, plan_mismatches,
+#    wishes_of, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
 #
 #    need = weights + KV + windows + recurrent state + checkpoints + compute + output
@@ -7876,11 +7863,6 @@ class MemoryPlan(NamedTuple):
         return self.weights + self.kv + self.window + self.state + \
             self.checkpoint_bytes + self.compute + self.output + self.process \
             + self.repack
-
-
-def most_new_tokens(ctx: int, prompt_tokens: int) -> int:
-    "Tokens a reply can have after a prompt in a slot of `ctx`; at least 1."
-    return max(1, ctx - prompt_tokens)
 
 
 def wishes_of(config: Config) -> Wishes:
@@ -8088,7 +8070,7 @@ class _Search:
             floor < useful and self.settle(floor, types[-1], one))
 
 
-def _rooms(facts: ModelFacts, machine: Memory, wishes: Wishes) -> list:
+def _rooms(machine: Memory, wishes: Wishes) -> list:
     "Where to try: on the devices, then on both; or in the one memory."
     host, gpu = machine.room(), machine.gpu_room()
     if not gpu:
@@ -8118,7 +8100,7 @@ def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPla
     if not machine.total:                    # nothing is known: as wished
         return _plan_of(facts, wanted, wishes)._replace(
             steps=("memory unknown: nothing was fitted",))
-    rooms = _rooms(facts, machine, wishes)
+    rooms = _rooms(machine, wishes)
     for room in rooms:
         search = _Search(facts, wishes, room, wanted)
         if search.run(_CTX_USEFUL if room.layers == "all" else _CTX_FLOOR):
@@ -9836,7 +9818,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, rehearse, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
+#    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
@@ -10064,16 +10046,6 @@ WORKLOADS = {"realistic_mixed": _realistic_mixed, "summarization": _summarizatio
 PUBLISHED = {"realistic_mixed": 90.2, "summarization": 97.1, "code_review": 98.2,
              "agent_long_output": 98.1, "agent_100": 99.6, "rag_chunks": 94.3,
              "agent_long_context": 95.2, "stress_adversarial": 57.2}
-
-
-def rehearse(name: str, sized: Sized) -> list:
-    "The turns of a workload if every reply were a few words; for counts and estimates."
-    steps, turns, reply = WORKLOADS[name](sized), [], None
-    with contextlib.suppress(StopIteration):
-        while True:
-            turns.append(steps.send(reply))
-            reply = "word " * turns[-1].max_tokens
-    return turns
 
 
 # ---- the oracle ---------------------------------------------------------------------
@@ -17818,7 +17790,7 @@ def probe_engine(program: str, backend: str, edges: Edges, where: Places,
                  smoke)
 
 
-def _smoke_start(argv: list, backend: str, edges: Edges, where: Places, env: dict,
+def _smoke_start(argv: list, edges: Edges, where: Places, env: dict,
                  port: int) -> tuple:
     "(exit code or None while it answered, what it wrote): load, one token, stop."
     path = where.file("logs", "smoke.log")
@@ -17856,7 +17828,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
             ["--model", model, "--host", "127.0.0.1", "--port", str(port),
              "--ctx-size", "512", "--parallel", "1", "--n-gpu-layers",
              "0" if backend == "cpu" else "99", "--no-ui", *more], help_text)
-        code, text = _smoke_start([program, *flags], backend, edges, where, env, port)
+        code, text = _smoke_start([program, *flags], edges, where, env, port)
         again = crash_remedy(code, flags, help_text) if code is not None else []
         if not again:
             break
