@@ -7593,6 +7593,46 @@ class Commands(Case):
         self.assertNotIn("hush", out)
         self.assertIn(toki.__version__, self.run_main("version")[1])
 
+    def completed(self, *words):
+        "What bash offers after these words."
+        script = os.path.join(self.folder(), "toki.bash")
+        with open(script, "w") as f:
+            f.write(toki.completion("bash"))
+        done = subprocess.run(["bash", "--norc", "-c", 'source "$0"; complete -p toki; '
+                               'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _toki; '
+                               'printf "%s\\n" "${COMPREPLY[@]}"', script, "toki", *words],
+                              capture_output=True, text=True)
+        self.assertEqual(done.stderr, "")
+        first, *rest = done.stdout.split("\n")
+        self.assertEqual(first, "complete -o default -F _toki toki")
+        return [w for w in rest if w]
+
+    def test_completion_in_bash(self):
+        if not shutil.which("bash"):
+            self.skipTest("no bash")
+        top = {name.split()[0] for name in toki.COMMANDS}
+        self.assertEqual(set(self.completed("")), top)
+        self.table((
+            ("a command", ("stat",), ["status"]), ("a verb", ("model", "pu"), ["pull"]),
+            ("a flag", ("model", "pull", "--rev"), ["--revision"]),
+            ("a choice", ("completion", "z"), ["zsh"]),
+            ("a setting", ("up", "--memory-g"), ["--memory-gb"]),
+            ("nothing hidden", ("serve", "--act"), []),
+            ("no command", ("frob", ""), [])), lambda words: self.completed(*words))
+
+    def test_completion_knows_every_command_in_every_shell(self):
+        for shell in ("bash", "zsh", "fish", "powershell"):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual(toki.main(["completion", shell]), 0)
+            for name in toki.COMMANDS:
+                self.assertRegex(out.getvalue(), rf"\b{name.split()[-1]}\b", shell)
+            self.assertNotIn("@", out.getvalue().replace("@(", "").replace("@{", ""))
+            program = shutil.which(shell)
+            if program and shell != "powershell":
+                done = subprocess.run([program, "-n"], input=out.getvalue(), text=True,
+                                      capture_output=True)
+                self.assertEqual((done.returncode, done.stderr), (0, ""), shell)
+
     def test_usage_errors_have_exit_code_2(self):
         code, _, err = self.run_main("settings", "--slots", "x")
         self.assertEqual(code, 2)

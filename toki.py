@@ -26470,6 +26470,107 @@ def cmd_settings(c: Context) -> int:
     return 0
 
 
+def _completions() -> dict:
+    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
+    helps = {s.name: s.help for s in SETTINGS}
+    out: dict = {"": list(GROUPS.items())}
+    for command in COMMANDS.values():
+        group, _, verb = command.name.rpartition(" ")
+        out.setdefault(group, []).append((verb, command.help))
+        follow = out.setdefault(command.name, [])
+        for names, options in command.args:
+            text = options.get("help") or ""
+            if names[0].startswith("-"):
+                if text != argparse.SUPPRESS:
+                    follow.append((names[-1], text))
+            else:
+                follow += [(w, "") for w in options.get("choices") or () if w]
+        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
+    return out
+
+
+# What follows the command's words; the groups' own words are two deep.
+_SHELLS = {
+    "bash": ("""_toki() {
+    local key="${COMP_WORDS[1]}" found=
+    case "$key" in
+        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || key=
+    case "$key" in
+@CASES@
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "zsh": ("""#compdef toki
+_toki() {
+    local key="$words[2]" found=
+    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
+    (( CURRENT > 2 )) || key=
+    case "$key" in
+@CASES@
+    esac
+    compadd -- ${=found}
+    [[ "$words[CURRENT]" == -* ]] || _files
+}
+compdef _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "powershell": ("""\
+Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
+    param($word, $ast, $at)
+    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
+    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
+    $table = @{
+@CASES@
+    }
+    $key = "$($typed[0])"
+    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
+        $key = "$key $($typed[1])"
+    }
+    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
+        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
+}
+""", "        '{key}' = '{words}'")}
+
+
+def _fish_completion() -> str:
+    "fish has its own way: one line for each word."
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    lines = ["complete -c toki -n __fish_use_subcommand -f"]
+    for key, words in _completions().items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
+        if key in GROUPS:                # only until one of its verbs stands there
+            seen += "; and not __fish_seen_subcommand_from " + " ".join(
+                w for w, _ in words)
+        for word, text in words:
+            way = f"-l {word[2:]}" if word.startswith("--") else \
+                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
+            when = quoted(seen or "__fish_use_subcommand")
+            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def completion(shell: str) -> str:
+    "A script that completes toki's commands, flags and settings in this shell."
+    if shell == "fish":
+        return _fish_completion()
+    text, case = _SHELLS[shell]
+    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
+                      for k, words in _completions().items())
+    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
+
+
+@_command(_arg("shell", choices=("bash", "zsh", "fish", "powershell"),
+               help="bash, zsh, fish or powershell"), settings=())
+def cmd_completion(c: Context) -> int:
+    """Print the script that completes toki's words in a shell."""
+    c.edges.term.write(completion(c.ns.shell))
+    return 0
+
+
 @_command(_JSON, settings=())
 def cmd_version(c: Context) -> int:
     """Print the version."""
