@@ -7591,6 +7591,46 @@ class Commands(Case):
         self.assertNotIn("hush", out)
         self.assertIn(toki.__version__, self.run_main("version")[1])
 
+    def completed(self, *words):
+        "What bash offers after these words."
+        script = os.path.join(self.folder(), "toki.bash")
+        with open(script, "w") as f:
+            f.write(toki.completion("bash"))
+        done = subprocess.run(["bash", "--norc", "-c", 'source "$0"; complete -p toki; '
+                               'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _toki; '
+                               'printf "%s\\n" "${COMPREPLY[@]}"', script, "toki", *words],
+                              capture_output=True, text=True)
+        self.assertEqual(done.stderr, "")
+        first, *rest = done.stdout.split("\n")
+        self.assertEqual(first, "complete -o default -F _toki toki")
+        return [w for w in rest if w]
+
+    def test_completion_in_bash(self):
+        if not shutil.which("bash"):
+            self.skipTest("no bash")
+        top = {name.split()[0] for name in toki.COMMANDS}
+        self.assertEqual(set(self.completed("")), top)
+        self.table((
+            ("a command", ("stat",), ["status"]), ("a verb", ("model", "pu"), ["pull"]),
+            ("a flag", ("model", "pull", "--rev"), ["--revision"]),
+            ("a choice", ("completion", "z"), ["zsh"]),
+            ("a setting", ("up", "--memory-g"), ["--memory-gb"]),
+            ("nothing hidden", ("serve", "--act"), []),
+            ("no command", ("frob", ""), [])), lambda words: self.completed(*words))
+
+    def test_completion_knows_every_command_in_every_shell(self):
+        for shell in ("bash", "zsh", "fish", "powershell"):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual(toki.main(["completion", shell]), 0)
+            for name in toki.COMMANDS:
+                self.assertRegex(out.getvalue(), rf"\b{name.split()[-1]}\b", shell)
+            self.assertNotIn("@", out.getvalue().replace("@(", "").replace("@{", ""))
+            program = shutil.which(shell)
+            if program and shell != "powershell":
+                done = subprocess.run([program, "-n"], input=out.getvalue(), text=True,
+                                      capture_output=True)
+                self.assertEqual((done.returncode, done.stderr), (0, ""), shell)
+
     def test_usage_errors_have_exit_code_2(self):
         code, _, err = self.run_main("settings", "--slots", "x")
         self.assertEqual(code, 2)
@@ -10137,6 +10177,28 @@ class RealShelf(Real):
         for slot in range(4):
             toki.Engine(server.url).json("POST", f"/slots/{slot}?action=erase", {})
 
+    def test_doctor_proves_a_fork(self):
+        "On every kind of memory; what was made for the proof is gone again."
+        for model, slots, *flags in (("llama-dense", 4), ("gemma3", 2, "--swa-full"),
+                                     ("qwen35", 4, "--checkpoint-min-step", "64"),
+                                     ("mamba2", 1, "--checkpoint-min-step", "64")):
+            with self.subTest(model):
+                server = self.server(model, "--no-repack", *flags, slots=slots)
+                d = self.shelf_rig(server, swa_full="--swa-full" in flags)
+                found = toki.examine(d.where, toki.REAL, toki.running_daemon(
+                    d.where, toki.REAL))
+                checks = [f for f in found if "restored into slot" in f.text]
+                self.assertEqual([f.level for f in checks],
+                                 ["OK" if slots > 1 else "WARN"], found)
+                here, there = re.findall(r"slot (\d)", checks[0].text)
+                self.assertEqual(here != there, slots > 1)
+                state = Client(d).json("GET", "/toki/state")
+                self.assertFalse([s for s in state["slots"] if s["busy"]])
+                self.assertNotIn("toki-check", [s["label"] for s in
+                                                state["shelf"]["snapshots"]])
+                d.close()
+                server.stop()
+
     def efficiency(self, name, model, *flags, slots=4, scale=900):
         server = self.server(model, *flags, slots=slots)
         d = self.shelf_rig(server, swa_full="--swa-full" in flags)
@@ -10594,6 +10656,58 @@ class RealInstall(Real):
         self.assertEqual(n, 1)                   # right at once
 
 
+class RealFirstHour(Real):
+    "The three lines of a new user, against a hub of this machine, and the way out."
+    QUANTS = ("IQ2_M IQ3_XS IQ4_XS Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_0 Q4_K_S Q4_K_M Q5_0 "
+              "Q5_K_S Q5_K_M Q6_K Q8_0").split()
+    REPO = "org/SmolTalk-8B-Instruct-GGUF"
+
+    def setUp(self):
+        self.home, self.hub = self.folder(), StandInHub()
+        self.addCleanup(self.hub.close)
+        with open(tiny("llama-dense"), "rb") as f:
+            data = f.read()
+        files = {"README.md": b"words", ".gitattributes": b"x"}
+        files.update((f"SmolTalk-8B-Instruct-{q}.gguf", data) for q in self.QUANTS)
+        files["BF16/SmolTalk-8B-Instruct-BF16.gguf"] = data
+        self.hub.repos[self.REPO] = files
+        self.env = {"HOME": self.home, "TERM": "dumb", "TOKI_HUB": self.hub.base,
+                    "PATH": self.home + "/.local/bin:" + os.environ["PATH"],
+                    "TOKI_PYTHON": sys.executable, "TOKI_ENGINE_BIN": real_engine(),
+                    "TOKI_ENGINE_ARGS": "--no-repack", "TOKI_THREADS": "1",
+                    "TOKI_PORT": str(toki.REAL.net.free_port())}
+
+    def sh(self, line, code=0):
+        done = subprocess.run(["sh", "-c", line], cwd=HERE, env=self.env, text=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=300)
+        self.assertEqual(done.returncode, code, done.stdout)
+        self.assertNotIn("Traceback", done.stdout)
+        return done.stdout
+
+    def below(self):
+        return [os.path.join(base, f) for base, _, files in os.walk(self.home)
+                for f in files]
+
+    def test_install_pull_up_down_and_nothing_left(self):
+        self.addCleanup(subprocess.run, ["sh", "-c", "toki down"], env=self.env,
+                        capture_output=True)
+        self.sh("./install.sh")
+        said = self.sh(f"toki model pull {self.REPO} --use")
+        self.assertRegex(said, rf"Q4_K_M, .* \(of {len(self.QUANTS) + 1}; the usual middle")
+        registry = json.loads(toki.REAL.disk.read_text(os.path.join(
+            self.home, ".config/toki/models.json")))
+        self.assertEqual(registry["active"], "smoltalk-8b-instruct-q4_k_m")
+        said = self.sh("toki up --yes")
+        self.assertRegex(said, r"second ask: [\d,]+ of [\d,]+ tokens reused")
+        self.assertIn("Q4_K_M", json.loads(self.sh("toki status --json"))["engine"]["model"]
+                      .upper())
+        self.assertIn("stopped", self.sh("toki down"))
+        self.assertTrue([f for f in self.below() if f.endswith(".gguf")])
+        self.sh("./install.sh --uninstall --purge")
+        self.assertEqual(self.below(), [])
+
+
 class RealAlone(Real):
     def test_one_file_in_an_empty_folder(self):
         "python -I -S, empty HOME, read-only folder: a hit, and nothing written outside."
@@ -10622,6 +10736,36 @@ class RealAlone(Real):
         self.assertEqual((os.listdir(home), sorted(os.listdir(place))), ([], ["toki.py"]))
         self.assertLessEqual({"ledger.db", "token"}, set(os.listdir(
             os.path.join(state, "s"))))
+
+    def test_bundle_tells_no_text_and_no_secret(self):
+        "Even of an engine that prints prompts, over several lines."
+        state, model = self.folder(), tiny("llama-dense")
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024,
+                        threads=1, engine_args="--no-repack -lv 5", certify="off",
+                        plan={"binary": real_engine(), "model": model})
+        self.until(lambda: d.keeper.state == "ready", "the engine", 60)
+        Client(d).chat("the blue zebra\nUser: the blue zebra hums\n" * 9, 4)
+        path = os.path.join(self.folder(), "b.zip")
+        with contextlib.redirect_stdout(io.StringIO()) as out, \
+                contextlib.redirect_stderr(io.StringIO()):
+            code = toki.main(["doctor", "--bundle", path, "--state-dir", state,
+                              "--engine-key", "hush-hush", "--hf-token", "hf_0123456789",
+                              "--engine-args", "--api-key abcdefgh"])
+        with zipfile.ZipFile(path) as archive:
+            parts = {n: archive.read(n).decode() for n in archive.namelist()}
+        self.assertEqual((code, parts["doctor.txt"]), (0, out.getvalue()))
+        self.assertIn("fork proven", parts["doctor.txt"])
+        self.assertEqual(json.loads(parts["state.json"])["engine"]["state"], "ready")
+        self.assertIn("slots", json.loads(parts["settings.json"]))
+        self.assertIn("load_tensors", parts["logs/engine.log"])
+        self.assertIn("print_timing", parts["logs/engine.log"])
+        token = toki.local_token(toki.REAL, d.where)
+        key = toki.REAL.disk.read_text(d.where.file("engine.key")).strip()
+        raw = toki.REAL.disk.read_text(d.where.file("logs", "engine.log"))
+        self.assertIn("zebra", raw)              # else this test proves nothing
+        for name, text in parts.items():
+            for word in ("zebra", "hush", "hf_0123456789", "abcdefgh", token, key):
+                self.assertNotIn(word, text, name)
 
     def test_openai_client_unmodified(self):
         try:
@@ -10737,6 +10881,60 @@ class RealMemory(Real):
                 took = anonymous + facts.weight_bytes
                 self.assertLess(abs(plan.total - plan.checkpoint_bytes - took),
                                 max(took // 20, 16 << 20))
+
+    def limited(self, gib):
+        "Doors of a machine of 64 GiB, in a control group of `gib`; 0: in none."
+        class Disk(toki.Disk):
+            FILES = {"/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n",
+                     "/proc/self/cgroup": "0::/a\n",
+                     "/sys/fs/cgroup/a/memory.max": str(gib << 30) if gib else "max"}
+
+            def read_text(self, path):
+                if path.startswith("/sys/fs/cgroup") or path in self.FILES:
+                    return self.FILES.get(path, "")
+                return super().read_text(path)
+        return toki.REAL._replace(disk=Disk())
+
+    def test_8_and_16_gb_by_control_group_and_by_setting(self):
+        "A model of 8B parameters by its header: what fits is served, told and kept to."
+        plan = {"binary": real_engine(), "model": tiny("llama-dense")}
+        for gib, by, ctx, slots in ((8, "group", 4096, 3), (16, "setting", 16384, 4),
+                                    (8, "setting", 5120, 4), (16, "group", 16384, 4)):
+            with self.subTest(gib=gib, by=by), unittest.mock.patch.object(
+                    toki, "model_facts", lambda *a: Fit.BIG):
+                grouped = by == "group"
+                d = self.daemon("http://127.0.0.1:1", plan=plan, threads=1,
+                                memory_gb=0 if grouped else gib, certify="off",
+                                engine_args="--no-repack",
+                                edges=self.limited(gib if grouped else 0))
+                fit, c = d.memory_plan, Client(d)
+                self.assertLessEqual(fit.total + fit.page_cache, gib << 30)
+                self.assertEqual((fit.ctx, fit.slots), (ctx, slots))
+                entry = c.json("GET", "/v1/models")["data"][0]
+                self.assertEqual((entry["context_length"], entry["meta"]["slots"],
+                                  d.engine.info.n_ctx), (ctx, slots, ctx))
+                ends = {"stop": [" ", "a", "e"]}
+                reply = c.chat(say(1, 60), 32000, **ends)
+                self.assertIn("max_tokens", reply["cache"]["steadied"])
+                self.assertNotIn("max_tokens", c.chat(say(1, 60), 9, **ends)["cache"].get(
+                    "steadied") or ())
+                error = c.chat(say(1, 2 * ctx), 4, 400)["error"]
+                self.assertEqual(error["code"], "context_length_exceeded")
+                self.assertIn(str(ctx), error["message"].replace(",", ""))
+                d.close()
+
+    def test_below_the_floor_it_refuses_with_numbers(self):
+        home, model = self.folder(), tiny("llama-dense")
+        done = subprocess.run(
+            [sys.executable, os.path.join(HERE, "toki.py"), "up", "--yes", "--engine-bin",
+             real_engine(), "--model", model, "--memory-gb", "0.01"],
+            env={"HOME": home, "PATH": os.environ["PATH"]}, text=True,
+            capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertRegex(done.stderr, r"512 tokens in 1 slot.*MiB.*10\.2 MiB")
+        self.assertIn("try:", done.stderr)
+        self.assertFalse(os.path.exists(os.path.join(
+            home, ".local/state/toki/daemon.json")))
 
     def test_a_managed_engine_is_fitted_checked_and_remembered(self):
         model = tiny("llama-dense")
@@ -17086,7 +17284,7 @@ ROOMS = {
     "MODELS": (ModelsRoom,), "PULL": (PullRoom,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
-             RealSdks, RealSwap,
+             RealSdks, RealSwap, RealFirstHour,
              RealPage)}
 
 

@@ -14991,7 +14991,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 # ============================================================================
 # 41. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
-#    offers: certify, canary, judge_trials, Auditor.
+#    offers: certify, canary, judge_trials, prove_fork, Auditor.
 #
 #    The same prompt fresh, reused in its slot, and restored from a file.  The control
 #    is the same prompt prefilled in two requests split at another place: it changes
@@ -15118,6 +15118,43 @@ def certify(keeper: Keeper) -> dict:
             "restores on this engine: %s (largest |dlogprob| %.4f, control %.4f)",
             verdict, last.restored, last.control)
     return found
+
+
+_one_proof = threading.Lock()    # two that hold a slot each might wait for each other
+
+
+def prove_fork(keeper: Keeper) -> dict:
+    """Compute a beginning in one slot and restore its snapshot into another.
+
+    {from_slot, to_slot, tokens, reused}: `reused` is the engine's own cached count of
+    the ask that went on from there.  Raises Missing without a shelf, or TokiError.
+    """
+    shelf, info = keeper.shelf, keeper.engine.info
+    if shelf is None or info is None:
+        raise Missing("there is no shelf to fork through", "see `toki doctor`",
+                      status=409)
+    n = min(_TRIAL_TOKENS + info.window, max(64, info.n_ctx - 64))
+    tokens = array("I", keeper.engine.tokenize(prose(14, n), True))[:n]
+    cut = len(tokens) - _TRIAL_TAIL
+    with _one_proof, contextlib.ExitStack() as held:
+        source = keeper.borrow(tokens)
+        held.callback(keeper.hand_back, source, 0)
+        target = source
+        _fill(keeper, source, tokens[:cut])
+        snap = keeper.mover.save(source.seat, "head", tokens[:cut], cut, -1,
+                                 label="toki-check")
+        if snap is None:
+            raise TokiError("the snapshot was not saved", "see `toki logs`")
+        held.callback(keeper.drop_snap, snap.id)
+        if info.n_slots > 1:
+            target = keeper.borrow(tokens)
+            held.callback(keeper.hand_back, target, 0)
+        keeper.mover.erase(target)
+        shelf.use(snap.id)
+        reused = _generate(keeper, target, tokens, True)[2] \
+            if keeper.mover.restore(target, snap.id) else 0
+    return {"from_slot": source.seat, "to_slot": target.seat, "tokens": cut,
+            "reused": reused}
 
 
 def canary(keeper: Keeper, old: bool) -> bool:
@@ -15392,6 +15429,8 @@ class Desk:
 
     # ---- verify -------------------------------------------------------------------
     def _verify(self, body: dict) -> dict:
+        if body.get("fork"):             # what `toki doctor` asks for
+            return prove_fork(self.keeper)
         keeper, shelf = self.keeper, self.keeper.shelf
         shelf.settle(60)
         with keeper.lock:
@@ -23797,7 +23836,7 @@ class Bench:
 # ============================================================================
 # 63. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
-#    examine.
+#    examine, check_lines, safe_log, bundle.
 # ============================================================================
 class Check(NamedTuple):
     level: str               # "OK" | "WARN" | "FAIL"
@@ -23851,6 +23890,26 @@ def _check_reuse(record: dict, edges: Edges) -> Check:
                     f"toki decided: {reports[1]['why']}; see `toki logs`")
 
 
+_FORK_TAIL = 8               # tokens that an engine may compute again at the end
+
+
+def _check_fork(where: Places, record: dict, edges: Edges) -> Check:
+    "A beginning computed in one slot and restored into another, as the engine counts."
+    found = daemon_json(edges, record["host"], record["port"], "POST",
+                        "/toki/cache/verify", {"fork": True},
+                        local_token(edges, where, create=False), 600)
+    text = f"{found['reused']} of {found['tokens']} tokens not computed again"
+    if found["reused"] < found["tokens"] - _FORK_TAIL:
+        return Check("FAIL", f"no fork: {text} in slot {found['to_slot']}",
+                     "`toki cache verify` judges restores; see `toki logs`")
+    way = f"computed in slot {found['from_slot']}, restored into slot " \
+          f"{found['to_slot']}"
+    if found["from_slot"] == found["to_slot"]:
+        return Check("WARN", f"a restore is proven, no fork: {way}: {text}",
+                     "one slot has nobody to fork to: --slots 2")
+    return Check("OK", f"fork proven: {way}: {text}")
+
+
 def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
     "Every check as OK, WARN or FAIL with its remedy."
     out = [Check("OK", f"Python {sys.version.split()[0]} on {sys.platform}")]
@@ -23892,7 +23951,70 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
         out.append(_check_reuse(record, edges))
     except TokiError as error:
         out.append(Check("FAIL", f"an ask failed: {error}", error.hint))
+    if shelf["on"]:
+        try:
+            out.append(_check_fork(where, record, edges))
+        except TokiError as error:
+            out.append(Check("FAIL", f"the fork failed: {error}", error.hint))
     return out
+
+
+def check_lines(checks: Sequence[Check]) -> str:
+    "Checks as lines for people."
+    return "\n".join(f"{c.level:5}{c.text}" + f"\n     -> {c.remedy}" * bool(c.remedy)
+                     for c in checks)
+
+
+_HEADED = re.compile(r"[\d.]+ [A-Z] |GGML_|ggml_|terminate called")
+_TELLS = re.compile(r"token +\d+:|next token|"
+                    r"\"(?:messages|prompt|content|text|input)\"")
+_SECRET = re.compile(r"(?i)((?:api.?key|_key|token\b|authorization|password|secret)"
+                     r"[\s\"'=:]+(?:bearer )?|://[^/@\s:]*:|\bhf_)[\w.~+/=-]{6,}")
+_LOG_MOST = 4 << 20          # characters of the end of each log
+
+
+def safe_log(text: str, of_engine: bool, cut: bool = False) -> str:
+    """A log without what asks say and without secrets; it says how many lines were
+    left out.  Once an engine listens (`cut`: its beginning is not here), only lines
+    with time and level may stay: a prompt that it prints (-lv 5) has its own lines."""
+    out, left, asked = [], 0, of_engine and cut
+    for line in text.splitlines():
+        if _TELLS.search(line) or asked and not _HEADED.match(line):
+            left += 1
+            continue
+        asked = asked or of_engine and "listening on" in line
+        out.append(_SECRET.sub(r"\1[secret]", line))
+    if left:
+        out.append(f"[{left} lines that may tell of asks were left out]")
+    return "\n".join(out) + "\n"
+
+
+def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
+           edges: Edges) -> list:
+    """Write one zip to send along with a report: doctor's lines, settings without
+    secrets, the state document, logs without prompts.  Returns the names in it; OSError
+    when it cannot be written."""
+    parts = {"doctor.txt": check_lines(checks) + "\n", "settings.json": json.dumps(
+        {s.name: {"value": "(set)" if s.secret and getattr(config, s.name)
+                  else getattr(config, s.name), "from": config.origin[s.name]}
+         for s in SETTINGS}, indent=1, default=str)}
+    parts = {name: _SECRET.sub(r"\1[secret]", t) for name, t in parts.items()}
+    record = running_daemon(where, edges)
+    if record:
+        with contextlib.suppress(TokiError):
+            parts["state.json"] = json.dumps(daemon_json(
+                edges, record["host"], record["port"], "GET", "/toki/state"), indent=1)
+    for name in sorted(edges.disk.listing(where.logs)):
+        text = edges.disk.read_text(where.file("logs", name))
+        if text:
+            parts["logs/" + name] = "[only the end]\n" * (len(text) > _LOG_MOST) \
+                + safe_log(text[-_LOG_MOST:], name.startswith("engine"),
+                           len(text) > _LOG_MOST)
+    with edges.disk.replacing(path) as out, zipfile.ZipFile(
+            out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in parts.items():
+            archive.writestr(name, text)
+    return list(parts)
 
 
 # ============================================================================
@@ -26303,16 +26425,18 @@ def cmd_page(c: Context) -> int:
     return 0
 
 
-@_command(_JSON)
+@_command(_JSON, _arg("--bundle", default="", metavar="FILE", help="also write a zip "
+                      "for a report: these lines, logs, settings, state; no secrets, "
+                      "no prompts"), settings=_RUN_SETTINGS)
 def cmd_doctor(c: Context) -> int:
-    """Check machine, daemon and engine; prove one hit; say what to do."""
+    """Check machine, daemon and engine; prove one hit and one fork; say what to do."""
     findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
-    if c.ns.json:
-        c.say(json.dumps([f._asdict() for f in findings], indent=1))
-    else:
-        for f in findings:
-            remedy = f"\n     -> {f.remedy}" if f.remedy else ""
-            c.say(f"{f.level:5}{f.text}{remedy}")
+    c.say(json.dumps([f._asdict() for f in findings], indent=1) if c.ns.json
+          else check_lines(findings))
+    if c.ns.bundle:
+        path = c.edges.disk.absolute(c.ns.bundle)
+        names = bundle(path, findings, c.config, c.where, c.edges)
+        c.edges.term.err(f"bundle: {path} ({', '.join(names)})")
     return 1 if any(f.level == "FAIL" for f in findings) else 0
 
 
@@ -26330,6 +26454,107 @@ def cmd_settings(c: Context) -> int:
                     ("setting", "value", "from", "meaning")))
         c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
               f"[{CONFIG_SECTION}] in {c.where.config_file}")
+    return 0
+
+
+def _completions() -> dict:
+    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
+    helps = {s.name: s.help for s in SETTINGS}
+    out: dict = {"": list(GROUPS.items())}
+    for command in COMMANDS.values():
+        group, _, verb = command.name.rpartition(" ")
+        out.setdefault(group, []).append((verb, command.help))
+        follow = out.setdefault(command.name, [])
+        for names, options in command.args:
+            text = options.get("help") or ""
+            if names[0].startswith("-"):
+                if text != argparse.SUPPRESS:
+                    follow.append((names[-1], text))
+            else:
+                follow += [(w, "") for w in options.get("choices") or () if w]
+        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
+    return out
+
+
+# What follows the command's words; the groups' own words are two deep.
+_SHELLS = {
+    "bash": ("""_toki() {
+    local key="${COMP_WORDS[1]}" found=
+    case "$key" in
+        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || key=
+    case "$key" in
+@CASES@
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "zsh": ("""#compdef toki
+_toki() {
+    local key="$words[2]" found=
+    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
+    (( CURRENT > 2 )) || key=
+    case "$key" in
+@CASES@
+    esac
+    compadd -- ${=found}
+    [[ "$words[CURRENT]" == -* ]] || _files
+}
+compdef _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "powershell": ("""\
+Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
+    param($word, $ast, $at)
+    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
+    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
+    $table = @{
+@CASES@
+    }
+    $key = "$($typed[0])"
+    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
+        $key = "$key $($typed[1])"
+    }
+    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
+        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
+}
+""", "        '{key}' = '{words}'")}
+
+
+def _fish_completion() -> str:
+    "fish has its own way: one line for each word."
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    lines = ["complete -c toki -n __fish_use_subcommand -f"]
+    for key, words in _completions().items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
+        if key in GROUPS:                # only until one of its verbs stands there
+            seen += "; and not __fish_seen_subcommand_from " + " ".join(
+                w for w, _ in words)
+        for word, text in words:
+            way = f"-l {word[2:]}" if word.startswith("--") else \
+                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
+            when = quoted(seen or "__fish_use_subcommand")
+            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def completion(shell: str) -> str:
+    "A script that completes toki's commands, flags and settings in this shell."
+    if shell == "fish":
+        return _fish_completion()
+    text, case = _SHELLS[shell]
+    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
+                      for k, words in _completions().items())
+    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
+
+
+@_command(_arg("shell", choices=("bash", "zsh", "fish", "powershell"),
+               help="bash, zsh, fish or powershell"), settings=())
+def cmd_completion(c: Context) -> int:
+    """Print the script that completes toki's words in a shell."""
+    c.edges.term.write(completion(c.ns.shell))
     return 0
 
 
