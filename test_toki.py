@@ -3038,6 +3038,22 @@ class Fit(Case):
             self.assertIn(word, wrong[0])
         self.assertEqual(toki.plan_mismatches(p, toki.read_engine_report(["x"])), [])
 
+    def test_the_profile_is_where_the_weights_lie(self):
+        line = "0.1 I load_tensors: %12s model buffer size = %8.2f MiB"
+        self.table((
+            ("a processor", [("CPU_Mapped", 92.1)], "cpu"),
+            ("its own layout", [("CPU_REPACK", 50), ("AMX", 9)], "cpu"),
+            ("one card", [("CPU_Mapped", 70), ("CUDA0", 4000)], "gpu"),
+            ("a card first", [("ROCm1", 4000), ("CPU", 70)], "gpu"),
+            ("a Mac", [("MTL0_Mapped", 4000), ("CPU_Mapped", 1)], "gpu"),
+            ("a card that holds nothing", [("CUDA0", 0), ("CUDA_Host", 4000)], "cpu"),
+            ("a processor in disguise",
+             ["using device Vulkan0 (llvmpipe (LLVM 15.0.6)) (unknown id)",
+              ("Vulkan0", 4000)], "cpu"),
+            ("nothing said", ["listening"], "")),
+            lambda rows: toki.read_engine_report(
+                row if isinstance(row, str) else line % row for row in rows).profile)
+
     def test_words_and_json(self):
         p = self.limited(8)
         text = toki.facts_text(self.BIG._replace(template=False), p)

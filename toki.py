@@ -8167,25 +8167,38 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 
 # ---- what the engine says -----------------------------------------------------
 class EngineReport(NamedTuple):
-    "Bytes as the engine's log names them; a log without them has n == 0."
+    """Bytes as the engine's log names them; a log without them has n == 0.
+
+    `profile`: "gpu" when the model's weights lie on a graphics processor, wholly or in
+    part, else "cpu"; "" when the log names no device.
+    """
     n: int
     weights: int
     kv: int                  # full and windowed layers
     state: int
     compute: int
     output: int
+    profile: str = ""
 
 
 _REPORT_LINE = re.compile(
     r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
     r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+_WEIGHTS_LINE = re.compile(r"(\S+) model buffer size += +([0-9.]+) MiB")
+_PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
+_HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
 
 
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
-    n = 0
+    n, profile, pretended = 0, "", False
     for line in lines:
+        place = _WEIGHTS_LINE.search(line)
+        if place:
+            on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
+            profile = "gpu" if on_gpu and not pretended or profile == "gpu" else "cpu"
+        pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
             n += 1
@@ -8193,7 +8206,7 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
                         if w in found[1])
             sums[word] += float(found[2]) * _MIB
     return EngineReport(n, *(int(sums[w]) for w in (
-        "model", "kv", "recurrent", "compute", "output")))
+        "model", "kv", "recurrent", "compute", "output")), profile)
 
 
 def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
@@ -11899,6 +11912,7 @@ class Engine:
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
+        self.profile = ""                # cpu | gpu, as a managed engine's log tells
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -14889,7 +14903,7 @@ class Keeper:
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
                 "pinned": bool(info and self.ability().pinned),
-                "life": self.book.life,
+                "life": self.book.life, "profile": self.engine.profile,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
@@ -19655,7 +19669,9 @@ class Daemon:
     def _check_memory(self, process: EngineProcess) -> None:
         "The engine is up: what it took against the plan, and its shape for everybody."
         fit, info = self.memory_plan, self.engine.info
-        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+        report = read_engine_report(process.first_words)
+        self.engine.profile = report.profile
+        for sentence in plan_mismatches(fit, report):
             log.warning("memory otherwise than planned: %s", sentence)
         save_effective(self.edges, self.where, self.plan["model"], {
             "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
@@ -20326,19 +20342,11 @@ def served_model(url: tuple, token: str, edges: Edges) -> tuple:
     return entry["id"], int(entry.get("context_length") or 0)
 
 
-def _profile(c: Any, state: dict) -> str:
-    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
+def _profile(state: dict) -> str:
+    """cpu or gpu, as the daemon read it from its engine's first words.
     Unknown means cpu: patience costs nothing on a fast machine."""
     told = str((state.get("engine") or {}).get("profile") or "")
-    if told:
-        return "cpu" if told == "cpu" else "gpu"
-    with contextlib.suppress(ValueError, AttributeError):
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-        if (state.get("engine") or {}).get("managed") and plan.get("binary"):
-            _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
-            if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
-                return "gpu"
-    return "cpu"
+    return "cpu" if told in ("", "cpu") else "gpu"
 
 
 def _address(c: Any) -> tuple:
@@ -20362,7 +20370,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
     return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
-                 _profile(c, state), folder, s.claude_bare, s.claude_mcp,
+                 _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
 
