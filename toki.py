@@ -23997,6 +23997,7 @@ input, select, textarea {
   background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
   padding: 0.4rem 0.55rem; max-width: 100%;
 }
+::placeholder { color: var(--soft); opacity: 1; }
 :focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
 .soft { color: var(--soft); }
 .fig { font-variant-numeric: tabular-nums; }
