@@ -3038,6 +3038,22 @@ class Fit(Case):
             self.assertIn(word, wrong[0])
         self.assertEqual(toki.plan_mismatches(p, toki.read_engine_report(["x"])), [])
 
+    def test_the_profile_is_where_the_weights_lie(self):
+        line = "0.1 I load_tensors: %12s model buffer size = %8.2f MiB"
+        self.table((
+            ("a processor", [("CPU_Mapped", 92.1)], "cpu"),
+            ("its own layout", [("CPU_REPACK", 50), ("AMX", 9)], "cpu"),
+            ("one card", [("CPU_Mapped", 70), ("CUDA0", 4000)], "gpu"),
+            ("a card first", [("ROCm1", 4000), ("CPU", 70)], "gpu"),
+            ("a Mac", [("MTL0_Mapped", 4000), ("CPU_Mapped", 1)], "gpu"),
+            ("a card that holds nothing", [("CUDA0", 0), ("CUDA_Host", 4000)], "cpu"),
+            ("a processor in disguise",
+             ["using device Vulkan0 (llvmpipe (LLVM 15.0.6)) (unknown id)",
+              ("Vulkan0", 4000)], "cpu"),
+            ("nothing said", ["listening"], "")),
+            lambda rows: toki.read_engine_report(
+                row if isinstance(row, str) else line % row for row in rows).profile)
+
     def test_words_and_json(self):
         p = self.limited(8)
         text = toki.facts_text(self.BIG._replace(template=False), p)
@@ -11464,7 +11480,170 @@ class RealPage(Case):
             self.assertEqual(len(roles["main"]), 1)
             self.assertIn("Views", roles["navigation"])
             self.assertEqual(roles["heading"][0], "toki")
-        self.assertIn("radio", {n["role"]["value"] for n in nodes} | {"radio"})
+        live = {n["role"]["value"]: {p["name"]: p["value"].get("value")
+                                     for p in n["properties"]}.get("live")
+                for n in nodes if n.get("role", {}).get("value") in ("status", "log")}
+        self.assertEqual(live, {"status": "polite", "log": "polite"})
+
+    def test_a_reply_is_heard_while_it_grows(self):
+        fake = self.fake(decode_ms=5)
+        fake.speech = "One sentence. Another one.\n\nThe end"
+        b = self.visit(self.daemon(fake, page=toki.PAGE))
+        self.say(b, "go", max_tokens=400)
+        heard = b.js("return [...document.querySelectorAll('#heard p')].map("
+                     "(p) => p.textContent)")
+        self.assertGreater(len(heard), 1)
+        self.assertEqual(" ".join(" ".join(heard).split()),
+                         " ".join(b.js("return here.messages[1].text").split()))
+        self.assertIn("complete", b.js("return document.getElementById('say').innerText"))
+
+    CONTRAST = """
+      const paint = document.createElement("canvas").getContext("2d");
+      const rgba = (c) => { paint.clearRect(0, 0, 1, 1); paint.fillStyle = c;
+        paint.fillRect(0, 0, 1, 1); return [...paint.getImageData(0, 0, 1, 1).data]; };
+      const over = (a, b) => a.slice(0, 3).map((x, i) => x * a[3] / 255
+        + b[i] * (1 - a[3] / 255));
+      const ground = (e) => { const all = [];
+        for (; e; e = e.parentElement) all.push(rgba(getComputedStyle(e).backgroundColor));
+        return all.reduceRight((under, c) => over(c, under), [255, 255, 255]); };
+      const light = (c) => { const [r, g, b] = c.map((x) => (x /= 255) <= 0.04045
+        ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+      const bad = []; let seen = 0;
+      const check = (e, colour) => { const under = ground(e);
+        const [a, b] = [light(over(rgba(colour), under)), light(under)];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); seen++;
+        if (ratio < 4.5) bad.push([e.textContent.trim().slice(0, 30) || e.id,
+          colour, under.join(), ratio.toFixed(2)]); };
+      for (const e of document.querySelectorAll("body *")) {
+        if (!e.getClientRects().length) continue;
+        const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+        const style = getComputedStyle(e);
+        if (own) check(e, e instanceof SVGElement ? style.fill : style.color);
+        if (e.placeholder) check(e, getComputedStyle(e, "::placeholder").color);
+      }
+      return [seen, bad];"""
+
+    def test_contrast_of_every_text_in_both_themes(self):
+        fake = self.fake()
+        d = self.daemon(fake, page=toki.PAGE)
+        fake.speech = ("# Head\n\n`code` [a](https://example.org) > \n\n> quoted\n\n"
+                       "```py\n# note\nreturn 'x' + 12\n```\n\n| a | b |\n|--|--|\n| 1 | 2 |")
+        b = self.visit(d)
+        self.addCleanup(b.cdp, "Emulation.setEmulatedMedia", features=[])
+        self.say(b, "hello", "compare", max_tokens=400)
+        b.js("here.messages.push({role: 'assistant', text: '', error: 'broken'}, "
+             "{role: 'assistant', text: 'one two', raw: {text: 'one 2'}, "
+             "verdict: {class: 'substantive', first_difference: 4}}); drawChat()")
+        for view in ("#chat", "#cache"):
+            b.js("location.hash = arguments[0]", view)
+            b.until(f"!document.querySelector('{view}').hidden")
+            if view == "#cache":
+                b.until("document.querySelectorAll('#asks tr').length > 1")
+                b.js("document.querySelector('#asks button').click()")
+                b.until("document.querySelector('#why dl')")
+            for theme in ("light", "dark"):
+                b.cdp("Emulation.setEmulatedMedia", features=[
+                    {"name": "prefers-color-scheme", "value": theme}])
+                for dialog in ("", "login", "tuning", "warming", "sure", "help"):
+                    if dialog:
+                        b.js("document.getElementById(arguments[0]).showModal()", dialog)
+                    seen, bad = b.js(self.CONTRAST)
+                    if dialog:
+                        b.js("document.getElementById(arguments[0]).close()", dialog)
+                    self.assertGreater(seen, 25)
+                    self.assertEqual(bad, [], (view, theme, dialog))
+
+    def test_focus_can_be_seen(self):
+        b = self.visit(self.daemon(self.fake(), page=toki.PAGE))
+        self.say(b, "hello")
+        for view in ("#chat", "#cache"):
+            b.js("location.hash = arguments[0]; document.activeElement.blur()", view)
+            b.until(f"!document.querySelector('{view}').hidden")
+            seen = 0
+            for _ in range(14):
+                b.keys("tab")
+                shown = b.js("const e = document.activeElement; const s = (x) => x && "
+                             "getComputedStyle(x); if (e === document.body) return true; "
+                             "return [e, e.closest('label')].some((x) => s(x) && "
+                             "s(x).outlineStyle !== 'none' && parseFloat(s(x)"
+                             ".outlineWidth) >= 2) || e.id === 'box' && "
+                             "s(e.closest('.composer')).boxShadow !== 'none'")
+                self.assertTrue(shown, b.focus())
+                seen += 1
+            self.assertGreater(seen, 10)
+
+    def test_what_is_kept_can_be_taken_along(self):
+        "The list of conversations: open, export, remove, import; only sound ones come in."
+        b = self.visit(self.daemon(self.fake(), page=toki.PAGE))
+        self.say(b, "first talk")
+        b.js("startNew()")
+        self.say(b, "second talk")
+        names = ("return [...document.querySelectorAll('#list li > button:first-child')]"
+                 ".map((x) => x.textContent)")
+        self.assertEqual(b.js(names), ["second talk", "first talk"])
+        b.js("const made = URL.createObjectURL; URL.createObjectURL = (blob) => { "
+             "blob.text().then((t) => { window.exported = t; }); return made(blob); }; "
+             "HTMLAnchorElement.prototype.click = function () { "
+             "window.file = this.download; }; document.getElementById('export').click()")
+        b.until("window.exported")
+        self.assertEqual(b.js("return window.file"), "toki-conversations.json")
+        data = json.loads(b.js("return window.exported"))
+        self.assertEqual(len(data["conversations"]), 2)
+        b.js("document.querySelector('#list button.small').click()")
+        b.until("document.getElementById('sure').open")
+        b.keys("tab", "enter")
+        b.until("document.querySelectorAll('#list li').length === 1")
+        self.assertEqual(b.js(names), ["first talk"])
+        put = ("const d = new DataTransfer(); d.items.add(new File([arguments[0]], 'x.json"
+               "')); const f = document.getElementById('file'); f.files = d.files; "
+               "f.dispatchEvent(new Event('change'))")
+        data["conversations"].append({"id": 7, "messages": "no"})
+        b.js(put, json.dumps(data))
+        b.until("document.querySelectorAll('#list li').length === 2")
+        self.assertEqual(b.js("return document.getElementById('say').innerText"),
+                         "2 conversations imported")
+        b.js("[...document.querySelectorAll('#list button')].find((x) => "
+             "x.textContent === 'first talk').click()")
+        b.until("document.querySelector('.user .said')?.textContent === 'first talk'")
+        b.js(put, "no json")
+        b.until("document.getElementById('sure').open")
+        b.keys("escape")
+        self.assertEqual(b.errors(), [])
+
+    def test_drop_takes_a_snapshot_away(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        b = self.visit(d)
+        c = Client(d)
+        c.json("POST", "/toki/cache/warm", {"ask": {"messages": [
+            {"role": "system", "content": "Warm words. " * 60}]}},
+            headers={"x-api-key": c.token})
+        b.js("location.hash = '#cache'")
+        drop = "[...document.querySelectorAll('#forest button')].find((x) => " \
+               "x.textContent === 'Drop')"
+        b.until(drop)
+        before = len(c.json("GET", "/toki/state")["shelf"]["snapshots"])
+        b.js(f"{drop}.click()")
+        self.until(lambda: len(c.json("GET", "/toki/state")["shelf"]["snapshots"])
+                   == before - 1, "one snapshot less")
+        self.assertEqual(b.errors(), [])
+
+    def test_another_model_is_chosen(self):
+        d, c = RealSwap.stack(self, swap="ask")
+        d.page = d.gateway.page = toki.PAGE
+        b = self.visit(d)
+        self.assertEqual(sorted(b.js("return [...document.getElementById('model').options]"
+                                     ".map((x) => x.value)")), ["one", "two"])
+        for name in ("two", "one"):
+            b.js("const m = document.getElementById('model'); m.value = arguments[0]; "
+                 "m.dispatchEvent(new Event('change'))", name)
+            self.say(b, "hello " + name)
+            self.assertEqual(c.json("GET", "/toki/state")["recent"][-1]["model"], name)
+            self.assertIn(name, b.js("return [...document.querySelectorAll("
+                                     "'.assistant header')].pop().innerText"))
+        self.assertEqual(b.errors(), [])
 
     def test_narrow_and_wide_do_not_scroll_sideways(self):
         d = self.daemon(self.fake(), page=toki.PAGE)

@@ -8149,25 +8149,38 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 
 # ---- what the engine says -----------------------------------------------------
 class EngineReport(NamedTuple):
-    "Bytes as the engine's log names them; a log without them has n == 0."
+    """Bytes as the engine's log names them; a log without them has n == 0.
+
+    `profile`: "gpu" when the model's weights lie on a graphics processor, wholly or in
+    part, else "cpu"; "" when the log names no device.
+    """
     n: int
     weights: int
     kv: int                  # full and windowed layers
     state: int
     compute: int
     output: int
+    profile: str = ""
 
 
 _REPORT_LINE = re.compile(
     r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
     r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+_WEIGHTS_LINE = re.compile(r"(\S+) model buffer size += +([0-9.]+) MiB")
+_PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
+_HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
 
 
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
-    n = 0
+    n, profile, pretended = 0, "", False
     for line in lines:
+        place = _WEIGHTS_LINE.search(line)
+        if place:
+            on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
+            profile = "gpu" if on_gpu and not pretended or profile == "gpu" else "cpu"
+        pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
             n += 1
@@ -8175,7 +8188,7 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
                         if w in found[1])
             sums[word] += float(found[2]) * _MIB
     return EngineReport(n, *(int(sums[w]) for w in (
-        "model", "kv", "recurrent", "compute", "output")))
+        "model", "kv", "recurrent", "compute", "output")), profile)
 
 
 def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
@@ -11887,6 +11900,7 @@ class Engine:
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
+        self.profile = ""                # cpu | gpu, as a managed engine's log tells
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -14877,7 +14891,7 @@ class Keeper:
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
                 "pinned": bool(info and self.ability().pinned),
-                "life": self.book.life,
+                "life": self.book.life, "profile": self.engine.profile,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
@@ -19682,7 +19696,9 @@ class Daemon:
     def _check_memory(self, process: EngineProcess) -> None:
         "The engine is up: what it took against the plan, and its shape for everybody."
         fit, info = self.memory_plan, self.engine.info
-        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+        report = read_engine_report(process.first_words)
+        self.engine.profile = report.profile
+        for sentence in plan_mismatches(fit, report):
             log.warning("memory otherwise than planned: %s", sentence)
         save_effective(self.edges, self.where, self.plan["model"], {
             "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
@@ -20353,19 +20369,11 @@ def served_model(url: tuple, token: str, edges: Edges) -> tuple:
     return entry["id"], int(entry.get("context_length") or 0)
 
 
-def _profile(c: Any, state: dict) -> str:
-    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
+def _profile(state: dict) -> str:
+    """cpu or gpu, as the daemon read it from its engine's first words.
     Unknown means cpu: patience costs nothing on a fast machine."""
     told = str((state.get("engine") or {}).get("profile") or "")
-    if told:
-        return "cpu" if told == "cpu" else "gpu"
-    with contextlib.suppress(ValueError, AttributeError):
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-        if (state.get("engine") or {}).get("managed") and plan.get("binary"):
-            _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
-            if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
-                return "gpu"
-    return "cpu"
+    return "cpu" if told in ("", "cpu") else "gpu"
 
 
 def _address(c: Any) -> tuple:
@@ -20389,7 +20397,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
     return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
-                 _profile(c, state), folder, s.claude_bare, s.claude_mcp,
+                 _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
 
@@ -24098,6 +24106,7 @@ input, select, textarea {
   background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
   padding: 0.4rem 0.55rem; max-width: 100%;
 }
+::placeholder { color: var(--soft); opacity: 1; }
 :focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
 .soft { color: var(--soft); }
 .fig { font-variant-numeric: tabular-nums; }
@@ -24258,11 +24267,11 @@ ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none;
 /* --- cache --- */
 #cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
 #cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
-.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
-  justify-content: space-between; margin: 0 auto; }
+.figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr));
+  gap: 1rem 2.5rem; margin: 0 auto; }
 .figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
   font-variant-numeric: lining-nums; }
-.figures span { color: var(--soft); font-size: 0.875rem; }
+.figures span { color: var(--soft); font-size: 0.875rem; text-wrap: balance; }
 #cache > section { margin-top: 2.6rem; }
 .head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
   margin-bottom: 0.8rem; }
@@ -24352,7 +24361,8 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   #cache { padding: 1.1rem 0.9rem 3rem; }
   .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
   .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
-  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  .forest li { gap: 0.35rem; } .forest li .more { display: none; }
+  .forest li button { padding: 0.1rem 0.3rem; }
   #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
   .message .tools, .talks li button.small { opacity: 1; }
 }
@@ -24461,6 +24471,8 @@ status</code>.</p></noscript>
 </section>
 </main>
 <div class="away" role="status" aria-live="polite" id="say"></div>
+<div class="away" role="log" aria-live="polite" aria-label="Reply as it comes"
+ id="heard"></div>
 
 <dialog id="login" aria-labelledby="h-login"><form method="dialog">
  <h2 id="h-login">This needs the token</h2>
@@ -24885,6 +24897,25 @@ function wordDiff(a, b) {
     }
   }
   put("same", x.slice(p).join(""));
+  return whole(out);
+}
+/* Changes with nothing but blanks between them are one change: read as phrases. */
+function whole(parts) {
+  const out = [];
+  let less = "", more = "";
+  const flush = () => {
+    if (less) out.push(["less", less]);
+    if (more) out.push(["more", more]);
+    less = more = "";
+  };
+  parts.forEach(([kind, text], i) => {
+    const between = kind === "same" && !text.trim() && (less || more)
+      && i + 1 < parts.length;
+    if (kind === "same" && !between) { flush(); out.push([kind, text]); return; }
+    if (kind !== "more") less += text;
+    if (kind !== "less") more += text;
+  });
+  flush();
   return out;
 }
 const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
@@ -25194,6 +25225,7 @@ async function stream(part, body, message, signal) {
         if (delta.content) part.text += delta.content;
       }
       if (event.cache) part.cache = event.cache;
+      if (part === message) aloud(part.text);
       refresh(message);
     }
   } catch (error) {
@@ -25204,12 +25236,23 @@ async function stream(part, body, message, signal) {
   delete part.state;
   return !part.error && !part.stopped;
 }
+/* A screen reader hears a reply while it grows, a sentence or a line at a time. */
+let told = 0;
+function aloud(text, end) {
+  const rest = text.slice(told), cut = /^[^]*(?:[.!?:]\s|\n)/.exec(rest);
+  const part = end ? rest : cut ? cut[0] : "";
+  told += part.length;
+  if (part.trim()) $("heard").append(el("p", { text: part.trim() }));
+}
 async function reply(talk) {
   const how = mode(), upTo = talk.messages.slice();
   const message = { role: "assistant", text: "", model: $("model").value };
   if (how === "compare") message.raw = { text: "" };
   talk.messages.push(message);
   running = { talk, message, abort: new AbortController() };
+  told = 0;
+  $("heard").replaceChildren();
+  say("toki replies");
   const { signal } = running.abort;
   store(talk);
   if (talk === here) drawChat();
@@ -25227,6 +25270,7 @@ async function reply(talk) {
     message.error = error.message;
   }
   running = null;
+  aloud(message.text, true);
   if (talks.has(talk.id)) store(talk);
   const place = $("scroll").scrollTop;
   if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
@@ -25291,12 +25335,15 @@ function drawFigures() {
   const c = state.counters, rate = state.rates.prefill_ms_per_token;
   const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
   const digits = share > 99 || share < 10 ? 1 : 0;
+  const computed = c.computed_tokens + c.side_tokens;      // heads made ahead count too
   const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
-    "of prompt tokens were reused"],
-  [num(c.reused_tokens), "tokens not computed again"],
-  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
-  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
-    `less to compute, over ${many(c.asks, "ask")}`]];
+    "reuse share: prompt tokens that the engine's own count says it did not compute"],
+  [num(c.reused_tokens), `of ${num(c.prompt_tokens)} prompt tokens reused, over `
+    + many(c.asks, "ask")],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown",
+    "of prefill saved, at the speed measured here"],
+  [computed ? `${(c.prompt_tokens / computed).toFixed(1)}×` : "–",
+    "prompt tokens for each one computed, heads made ahead included"]];
   $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
     el("b", { class: "fig", text: figure }), el("span", { text }))));
 }
@@ -25403,9 +25450,9 @@ function snapRow(s) {
   return el("li", null, el("span", { class: "mark snap" }),
     el("div", null, (s.label || `Saved ${s.sort}`)
       + (s.pinned ? ", pinned" : ""),
-      el("p", { class: "fig", text: `${many(s.size, "token")}, `
-        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
-          : "unused yet"}` })),
+      el("p", { class: "fig", text: many(s.size, "token") }, el("span",
+        { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
+          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
