@@ -7611,7 +7611,7 @@ class Commands(Case):
         "What bash offers after these words."
         script = os.path.join(self.folder(), "toki.bash")
         with open(script, "w") as f:
-            f.write(toki.completion("bash"))
+            f.write(toki.completion_script("bash"))
         done = subprocess.run(["bash", "--norc", "-c", 'source "$0"; complete -p toki; '
                                'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _toki; '
                                'printf "%s\\n" "${COMPREPLY[@]}"', script, "toki", *words],
