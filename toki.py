@@ -9737,7 +9737,7 @@ def parse_registry(text: str, path: str, raw: Any = None) -> Registry:
         raise check.wrong(("models",), "is no object", '{"NAME": {"file": "..."}}')
     found = {name: check.entry(name, value) for name, value in models.items()}
     active = raw.get("active") or ""
-    if active and active not in found:
+    if active and not (isinstance(active, str) and active in found):
         like = near_names(str(active), found, 1)
         raise check.wrong(("active",), f"({json.dumps(active)}) names no model",
                           f"perhaps {like[0]}?" if like else "")
@@ -10877,6 +10877,7 @@ def is_local_url(url: str) -> bool:
 
 class Net:
     "Connections to engines and the question who has something to say."
+    timeouts = (TimeoutError, socket.timeout)        # one class since Python 3.10
 
     def connect(self, host: str, port: int,
                 timeout: float) -> http.client.HTTPConnection:
@@ -11858,14 +11859,16 @@ class Engine:
 
     def __init__(self, url: str, key: str = "", edges: Edges = REAL,
                  facts: Optional[ModelFacts] = None, swa_full: bool = False):
-        parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme != "http" or not parts.hostname:
+        scheme = host = ""
+        with contextlib.suppress(ValueError):        # a port beyond 65535, for one
+            parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
+            scheme, host, port = parts.scheme, parts.hostname or "", parts.port or 80
+        if scheme != "http" or not host:
             raise UsageError(f"{url!r} is no address of an engine",
                              "it looks like http://127.0.0.1:8080")
         # localhost may resolve to ::1 first, where nobody listens (2 s on Windows)
-        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
-        self.host, self.port = host, parts.port or 80
-        self.url = f"http://{host}:{self.port}"
+        self.host, self.port = "127.0.0.1" if host == "localhost" else host, port
+        self.url = f"http://{f'[{host}]' if ':' in host else self.host}:{port}"
         self.base = parts.path.rstrip("/")
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
@@ -11934,7 +11937,7 @@ class Engine:
                 payload = response.read()
             except (OSError, http.client.HTTPException) as error:
                 conn.close()
-                if reused and not isinstance(error, TimeoutError):
+                if reused and not isinstance(error, self.edges.net.timeouts):
                     continue             # it was closed under us: once more, fresh
                 raise EngineGone(f"{self.url} stopped answering {path}: "
                                  f"{error or type(error).__name__}",
@@ -11981,6 +11984,9 @@ class Engine:
     def probe(self) -> EngineInfo:
         "Ask what this engine can do; only reads, but for a save that cannot happen."
         props = self.json("GET", "/props", timeout=10)
+        if not isinstance(props, dict):
+            raise EngineGone(f"{self.url}/props answered something that is no object",
+                             "is this a llama-server?")
         if props.get("role") == "router":
             raise UsageError("this llama-server runs as a router, without a model of "
                              "its own", "give the address of one that serves a model")
@@ -12159,8 +12165,11 @@ class EngineProcess:
 
     def _pump(self) -> None:
         "Copy the engine's output to its log; never stop draining, or it would block."
-        path = self.where.file("logs", "engine.log")
-        keep = OwnerLog(path, self.edges)
+        keep: logging.Handler = logging.NullHandler()
+        try:
+            keep = OwnerLog(self.where.file("logs", "engine.log"), self.edges)
+        except OSError as error:
+            log.warning("the engine's output is not kept: %s", error)
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
@@ -12531,12 +12540,16 @@ class Journal:
 
     def _open(self) -> sqlite3.Connection:
         db = self.edges.disk.database(self.path)
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > self.schema:
-            raise TokiError(f"the {self.word} is of a newer toki (schema {version})",
-                            "move it away or update toki")
-        self._prepare(db)
-        db.execute(f"PRAGMA user_version = {self.schema}")
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version > self.schema:
+                raise TokiError(f"the {self.word} is of a newer toki (schema "
+                                f"{version})", "move it away or update toki")
+            self._prepare(db)
+            db.execute(f"PRAGMA user_version = {self.schema}")
+        except BaseException:
+            db.close()
+            raise
         return db
 
     def _run(self) -> None:
@@ -12762,7 +12775,11 @@ class Recall(Journal):
     def _hear_locked(self) -> None:
         heard, self._heard = self._heard, []
         for messages, transcript, owner in heard:
-            reply = transcript.message()
+            try:
+                reply = transcript.message()
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("a reply is not remembered (%s)", error)
+                continue
             row = self._replies.remember(messages, reply, owner)
             if row and self.kept:
                 self.post("reply", row[0], json.dumps(row[1]))
@@ -13422,18 +13439,21 @@ class Feed:
 
     def __init__(self, clock: Any):
         self.clock = clock
+        self._door = threading.Lock()    # guards changes of the list, never a post
         self._listeners: list = []
 
     def listen(self) -> Optional[Listener]:
         "None when too many listen already."
-        if len(self._listeners) >= _FEED_LISTENERS:
-            return None
-        listener = Listener()
-        self._listeners = [*self._listeners, listener]
+        with self._door:
+            if len(self._listeners) >= _FEED_LISTENERS:
+                return None
+            listener = Listener()
+            self._listeners = [*self._listeners, listener]
         return listener
 
     def leave(self, listener: Listener) -> None:
-        self._listeners = [x for x in self._listeners if x is not listener]
+        with self._door:
+            self._listeners = [x for x in self._listeners if x is not listener]
 
     def book_event(self, event: Any) -> None:
         if self._listeners:
@@ -17338,14 +17358,21 @@ def _pointers(where: Places, edges: Edges) -> list:
 
 
 def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
-    "The engine in a folder; None when there is no whole one."
+    "The engine in a folder; None when there is no whole one with a fit receipt."
     folder = os.path.join(where.engines, name)
     receipt: Any = {}
     with contextlib.suppress(ValueError):
         receipt = json.loads(
             edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
-    if not isinstance(receipt, dict) or receipt.get("schema", 0) > _RECEIPT_SCHEMA:
-        return None
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        if receipt.get("schema", 0) <= _RECEIPT_SCHEMA:
+            return _received(name, folder, receipt, edges)
+    return None
+
+
+def _received(name: str, folder: str, receipt: dict,
+              edges: Edges) -> Optional[Installed]:
+    "The engine as its receipt tells it; a value of the wrong kind raises."
     places_ = [str(receipt.get("server") or "")] if receipt else list(ENGINE_FILES)
     for place in places_:
         path = os.path.join(folder, *place.split("/"))
