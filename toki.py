@@ -6,14 +6,17 @@ resend the same long beginning with every turn; toki knows which tokens live in
 which slot of the engine, sends each ask to the slot that holds its longest prefix,
 and proves every hit with the engine's own numbers.
 
+It gets engine and models, runs several models in turn or side by side, and shows what
+it does: in the terminal, on a web page, and in every reply.
+
 Three commands to try:
 
     python3 toki.py up --yes                 engine + model + daemon, ready to use
+    python3 toki.py                          chat, agents, models, settings: a launcher
     python3 toki.py serve --engine URL       in front of a llama-server you run
-    python3 toki.py status                   slots, hits, what was saved
 
-Rooms, in order.  A room uses only rooms above it; the first ten are pure (values in,
-values out), the rest touches the world, and only through the doors of EDGES.
+Rooms, in order.  A room uses only rooms above it; those above EDGES are pure (values
+in, values out), the rest touches the world, and only through the doors of EDGES.
 
     0  FRONT     what toki is, this table, the invariants
     1  WORDS     errors with a hint; how numbers, sizes, ages, tables are spoken
@@ -60,7 +63,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
     43 FLEET     one engine, several models: whose turn is it?
     44 HTTP      framing, limits, deadlines: a server made of http.server
-    45 GATEWAY   routes: bytes in and out, never de
+    45 GATEWAY   routes: bytes in and out, never decides
     46 UNPACK    archives from elsewhere, opened so that nothing lands outside
     47 ENGINES   engines side by side: receipts, the pointer, what a launch needs
     48 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
@@ -90,7 +93,7 @@ Invariants:
   - Trouble with reuse never fails an ask: it is forwarded as it came.
   - One lock, held for in-memory work only.
 
-toki refuses to be: a patch of the engine, a second model beside yours, a web
+toki refuses to be: a patch of the engine, a model that it needs for itself, a web
 framework, or a reason to install anything.
 """
 from __future__ import annotations
