@@ -8610,7 +8610,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 # 23. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
-#    gfx_override, SUPPORT, box_text.
+#    gfx_override, SUPPORT, box_text, real_devices.
 #
 #    Names are never made from a template: the names of a release are parsed, filtered
 #    and ranked, so that both naming schemes (zip with cu12.4 and hip, tar.gz with
@@ -8888,18 +8888,20 @@ _DEVICE_PREFIX = {"cuda": ("CUDA",), "rocm": ("ROCm",), "vulkan": ("Vulkan",),
 _SOFTWARE_GPU = re.compile(r"llvmpipe|lavapipe|SwiftShader|Basic Render|softpipe", re.I)
 
 
+def real_devices(text: str) -> list:
+    """[(name, description, MiB, MiB free, the line)] of --list-devices: no accelerator
+    without memory, no processor in disguise (software Vulkan)."""
+    return [(m["name"], m["what"], int(m["total"]), int(m["free"]), m[0].strip())
+            for m in _DEVICE_LINE.finditer(text)
+            if int(m["total"]) and not _SOFTWARE_GPU.search(m["what"])]
+
+
 def device_lines(text: str, backend: str) -> list:
-    """The lines of --list-devices that prove this backend's device: its prefix, memory
-    above 0, and no processor in disguise (software Vulkan, OpenVINO's own CPU)."""
-    out = []
-    for m in _DEVICE_LINE.finditer(text):
-        if not m["name"].startswith(_DEVICE_PREFIX[backend] or ("\0",)) \
-                or int(m["total"]) == 0 or _SOFTWARE_GPU.search(m["what"]):
-            continue
-        if backend == "openvino" and not re.search(r"GPU|NPU", m["what"]):
-            continue
-        out.append(m[0].strip())
-    return out
+    """The lines of --list-devices that prove this backend's device: a real one with its
+    prefix, and not OpenVINO's own CPU."""
+    return [line for name, what, *_, line in real_devices(text)
+            if name.startswith(_DEVICE_PREFIX[backend] or ("\0",))
+            and (backend != "openvino" or re.search(r"GPU|NPU", what))]
 
 
 # ============================================================================
@@ -11359,7 +11361,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 # ============================================================================
 # 31. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, FIT, EDGES.  offers: Places, places, detect_memory,
+#    uses: WORDS, SETTINGS, FIT, ASSETS, EDGES.  offers: Places, places, detect_memory,
 #    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
 #    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
 #    start_logging, cpu_count, OwnerLog, fresh_log.
@@ -11472,17 +11474,13 @@ def vm_stat_memory(text: str) -> int:
 
 
 def listed_devices(text: str) -> list:
-    """[Gpu] of the engine's --list-devices; software renderers, accelerators without
-    memory and OpenVINO on the CPU are none."""
-    found = re.findall(r"(?m)^\s+(\S+?): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", text)
+    "[Gpu] of the engine's --list-devices; OpenVINO on the CPU is none."
     out = []
-    for name, words, total, free in found:
-        if int(total) and not re.search(
-                r"(?i)llvmpipe|lavapipe|swiftshader|basic render|softpipe", words) \
-                and not (name.startswith("OPENVINO") and "GPU" not in words):
+    for name, words, total, free, _ in real_devices(text):
+        if not name.startswith("OPENVINO") or "GPU" in words:
             gfx = re.search(r"(?i)\bgfx[0-9a-f]{3,4}\b", words)
-            out.append(Gpu(words, name.rstrip("0123456789"), int(total) << 20,
-                           int(free) << 20, gfx[0].lower() if gfx else ""))
+            out.append(Gpu(words, name.rstrip("0123456789"), total << 20, free << 20,
+                           gfx[0].lower() if gfx else ""))
     return out
 
 
@@ -11529,15 +11527,10 @@ def _amd_cards(edges: Edges) -> list:
 
 
 def _amd_names(edges: Edges) -> list:
-    "gfx names of the compute nodes: gfx_target_version 110501 is gfx1151."
-    base, out = "/sys/class/kfd/kfd/topology/nodes", []
-    for node in edges.disk.listing(base):
-        found = re.search(r"(?m)^gfx_target_version (\d+)",
-                          _text(edges, f"{base}/{node}/properties"))
-        if found and int(found[1]):
-            n = int(found[1])
-            out.append(f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}")
-    return out
+    "gfx names of the compute nodes."
+    base = "/sys/class/kfd/kfd/topology/nodes"
+    return [*filter(None, (gfx_of_kfd(_text(edges, f"{base}/{node}/properties"))
+                           for node in edges.disk.listing(base)))]
 
 
 def _shares_ram(vram: int, gtt: int) -> bool:
