@@ -3070,6 +3070,16 @@ class EdgesRoom(Case):
                 f.write(data)
             self.assertEqual(toki.REAL.disk.read_text(path), "x=ü")
 
+    def test_a_json_object_or_nothing(self):
+        path = os.path.join(self.folder(), "f")
+        self.assertEqual(toki.REAL.disk.read_object(path), {})
+        for text, want in (('{"a": 1}', {"a": 1}), ("[1]", {}), ("{broken", {}), ("", {}),
+                           ("[" * 99999, {})):
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+            self.assertEqual(toki.REAL.disk.read_object(path), want)
+        self.assertEqual(toki.REAL.disk.read_object(os.path.dirname(path)), {})
+
     def test_lock_is_exclusive(self):
         path = os.path.join(self.folder(), "lock")
         one = toki.REAL.disk.lock(path)

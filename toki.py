@@ -10771,6 +10771,13 @@ class Disk:
             return raw.decode("utf-16")
         return raw.decode("utf-8-sig", "replace")
 
+    def read_object(self, path: str) -> dict:
+        "The JSON object in a file; {} when there is none that can be read."
+        value = None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            value = json.loads(self.read_text(path) or "{}")
+        return value if isinstance(value, dict) else {}
+
     def write(self, path: str, data: bytes) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
         self.folder(os.path.dirname(path))
@@ -11614,18 +11621,14 @@ def detect_memory(edges: Edges, binary: str = "", system: str = sys.platform) ->
 
 def effective_shape(edges: Edges, where: Places, model: str) -> dict:
     "What the engine of this model file was last started with: ctx, slots, ...; or {}."
-    with contextlib.suppress(ValueError, AttributeError, TypeError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-        return dict(known.get("models", {}).get(model, {}))
+    with contextlib.suppress(LookupError, ValueError, TypeError):
+        return dict(edges.disk.read_object(where.file(_EFFECTIVE))["models"][model])
     return {}
 
 
 def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None:
     "Remember what the engine of this model file runs with; a full disk is no failure."
-    known: dict = {}
-    with contextlib.suppress(ValueError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-    models = known.get("models") if isinstance(known, dict) else None
+    models = edges.disk.read_object(where.file(_EFFECTIVE)).get("models")
     models = dict(models if isinstance(models, dict) else {}, **{model: shape})
     with contextlib.suppress(OSError):
         edges.disk.write(where.file(_EFFECTIVE), json.dumps(
