@@ -8263,6 +8263,19 @@ class Unpack(Case):
                              - {"here"}, set())
         return into
 
+    def test_a_damaged_lzma_zip_is_no_archive(self):
+        packed = io.BytesIO()
+        try:
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as z:
+                z.writestr("a", bytes(range(256)) * 40)
+        except RuntimeError:
+            self.skipTest("this Python has no lzma")
+        data = bytearray(packed.getvalue())
+        for at in range(45, 120, 5):
+            data[at] ^= 0xff
+        with self.assertRaises(toki.TokiError):
+            self.unpack(bytes(data), "a.zip")
+
     def test_files_modes_and_version_chains(self):
         into = self.unpack(tar_of(
             ("t/llama-server", b"x"), ("t/libl.so", ("link", "libl.so.0")),

@@ -17113,6 +17113,7 @@ class Gateway:
 #    in many of the Pythons toki runs on, zipfile forgets links and modes.)
 # ============================================================================
 UNPACK_BYTES, UNPACK_FILES = 12 << 30, 20_000    # CUDA builds unpack to about 1.5 GB
+_LZMA_ERROR = getattr(getattr(zipfile, "lzma", None), "LZMAError", zlib.error)
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.I)
 
 
@@ -17303,7 +17304,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
             _take_tar(archive, into)
         into.make_links()
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError,
-            NotImplementedError) as error:
+            NotImplementedError, _LZMA_ERROR) as error:
         raise TokiError(f"{os.path.basename(archive)} is no whole archive: {error}",
                         "fetch it again") from None
     except FileExistsError as error:
