@@ -3086,6 +3086,16 @@ class EdgesRoom(Case):
                 f.write(data)
             self.assertEqual(toki.REAL.disk.read_text(path), "x=ü")
 
+    def test_a_json_object_or_nothing(self):
+        path = os.path.join(self.folder(), "f")
+        self.assertEqual(toki.REAL.disk.read_object(path), {})
+        for text, want in (('{"a": 1}', {"a": 1}), ("[1]", {}), ("{broken", {}), ("", {}),
+                           ("[" * 99999, {})):
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+            self.assertEqual(toki.REAL.disk.read_object(path), want)
+        self.assertEqual(toki.REAL.disk.read_object(os.path.dirname(path)), {})
+
     def test_lock_is_exclusive(self):
         path = os.path.join(self.folder(), "lock")
         one = toki.REAL.disk.lock(path)
@@ -3920,9 +3930,59 @@ class EngineRoom(Case):
     def test_addresses(self):
         self.assertEqual(toki.Engine("http://localhost:81").url, "http://127.0.0.1:81")
         self.assertEqual(toki.Engine("127.0.0.1:81/base/").base, "/base")
-        for bad in ("ftp://x", "http://", "https://x"):
+        self.assertEqual(toki.Engine(toki.Engine("http://[::1]:81").url).host, "::1")
+        for bad in ("ftp://x", "http://", "https://x", "http://x:99999", "http://x:y",
+                    "http://[::1"):
             with self.assertRaises(toki.UsageError):
                 toki.Engine(bad)
+
+    def test_a_server_of_another_kind_is_no_engine(self):
+        for answer in ([], "ok", None, 3):
+            e = toki.Engine("127.0.0.1:81")
+            e.json = lambda *_, **more: answer
+            with self.assertRaises(toki.EngineGone, msg=repr(answer)):
+                e.probe()
+
+    def test_an_engine_that_says_nothing_is_asked_once(self):
+        "On Python 3.9 a socket's timeout is no TimeoutError."
+        asked = []
+
+        class Silent:
+            sock = type("Sock", (), {"settimeout": lambda *_: None})()
+
+            def request(self, *_):
+                asked.append(self)
+
+            def getresponse(self):
+                raise socket.timeout("timed out")
+
+            def close(self):
+                pass
+
+        class Net(toki.Net):
+            def readable(self, socks, timeout):
+                return []
+
+            def connect(self, *_):
+                return Silent()
+        e = toki.Engine("127.0.0.1:81", edges=toki.REAL._replace(net=Net()))
+        e._give(Silent())
+        with self.assertRaises(toki.EngineGone):
+            e.call("POST", "/slots/0?action=save", {})
+        self.assertEqual(len(asked), 1)
+
+    def test_an_engine_whose_log_cannot_be_opened_is_drained_all_the_same(self):
+        where = toki.places({}, self.folder())
+        os.makedirs(where.file("logs", "engine.log"))
+        code = "import sys; [print('x' * 99) for _ in range(5000)]; sys.exit(7)"
+        process = toki.EngineProcess([sys.executable, "-c", code], toki.REAL, where)
+        with self.assertLogs("toki", "WARNING"):
+            process.start()
+            self.addCleanup(process.stop)
+            process.pump.join(20)
+        self.assertEqual(process.process.wait(20), 7)
+        self.assertEqual(process.tail[-1], "x" * 99)
+        process.process.stdout.close()
 
     def test_keys_and_refusals(self):
         fake = self.fake(api_key="secret")
@@ -4003,6 +4063,22 @@ class LedgerRoom(Case):
         db = sqlite3.connect(os.path.join(state, "ledger.db"))
         self.assertEqual(db.execute("PRAGMA user_version").fetchone(), (99,))
         self.assertEqual(db.execute("SELECT count(*) FROM sqlite_master").fetchone(), (0,))
+
+    def test_a_ledger_that_is_refused_is_closed_again(self):
+        path, opened = os.path.join(self.folder(), "ledger.db"), []
+
+        class Disk(toki.Disk):
+            def database(self, path):
+                opened.append(super().database(path))
+                return opened[-1]
+        ledger = toki.Ledger(path, toki.REAL._replace(disk=Disk()))
+        self.addCleanup(ledger.close)
+        with contextlib.closing(toki.REAL.disk.database(path)) as db:
+            db.execute("PRAGMA user_version = 99")
+        with self.assertRaises(toki.TokiError):
+            ledger._open()
+        with self.assertRaises(sqlite3.ProgrammingError):
+            opened[0].execute("SELECT 1")
 
 
 # ============================================================================
@@ -7278,6 +7354,23 @@ class FeedRoom(Case):
         feed.post({"event": "x"})
         self.assertEqual(slow.take(0), [])
 
+    def test_who_comes_while_another_leaves_is_not_forgotten(self):
+        feed, came = toki.Feed(toki.REAL.clock), []
+
+        class Meanwhile(list):
+            def __iter__(self):
+                if not came:
+                    came.append(threading.Thread(
+                        target=lambda: came.append(feed.listen())))
+                    came[0].start()
+                    came[0].join(0.2)
+                return super().__iter__()
+        first = feed.listen()
+        feed._listeners = Meanwhile([first])
+        feed.leave(first)
+        came[0].join()
+        self.assertEqual(feed._listeners, came[1:])
+
     def test_events_of_an_ask_come_in_order_without_text(self):
         d = self.daemon(self.fake(n_ctx=4096))
         c = Client(d)
@@ -8226,6 +8319,19 @@ class Unpack(Case):
                              - {"here"}, set())
         return into
 
+    def test_a_damaged_lzma_zip_is_no_archive(self):
+        packed = io.BytesIO()
+        try:
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as z:
+                z.writestr("a", bytes(range(256)) * 40)
+        except RuntimeError:
+            self.skipTest("this Python has no lzma")
+        data = bytearray(packed.getvalue())
+        for at in range(45, 120, 5):
+            data[at] ^= 0xff
+        with self.assertRaises(toki.TokiError):
+            self.unpack(bytes(data), "a.zip")
+
     def test_files_modes_and_version_chains(self):
         into = self.unpack(tar_of(
             ("t/llama-server", b"x"), ("t/libl.so", ("link", "libl.so.0")),
@@ -8596,6 +8702,22 @@ class InstallLlama(FetchCase):
 
 
 @unittest.skipIf(os.name == "nt", "scripts stand in for engines")
+class EnginesRoom(Case):
+    def test_a_damaged_receipt_is_no_engine_and_no_traceback(self):
+        where = toki.places({}, self.folder())
+        for i, receipt in enumerate((
+                '{"schema": "1"}', '{"schema": null}', "[1]", '{"schema": 1, "at": "x"}',
+                '{"schema": 1, "devices": 5}')):
+            folder = os.path.join(where.engines, f"e{i}")
+            os.makedirs(folder)
+            for name, text in (("receipt.json", receipt.replace(
+                    "1,", '1, "server": "llama-server",')), ("llama-server", "")):
+                with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
+                    f.write(text)
+            with self.subTest(receipt):
+                self.assertEqual(toki.installed_engines(where, toki.REAL), [])
+
+
 class Compile(Case):
     "The package index's road; pip is a stand-in that leaves what pip would leave."
 
@@ -9047,6 +9169,12 @@ class RegistryRoom(Case):
         self.assertIn("line 11: models.a.contxt", r.unknown[1])
         self.assertIs(r.need("B"), r.models["b"])
         self.assertEqual(toki.parse_registry("", "m").models, {})
+
+    def test_active_that_is_no_name(self):
+        for active in ('["a"]', '{"a": 1}', "7"):
+            with self.assertRaises(toki.UsageError, msg=active):
+                toki.parse_registry('{"active": %s, "models": {"a": {"file": "x"}}}'
+                                    % active, "m.json")
 
     def test_errors_name_line_and_key(self):
         for old, new, words in (
@@ -15436,6 +15564,19 @@ class RecallRoom(Case):
             out.append(cache)
             messages.append({"role": "assistant", "content": reply["content"]})
         return out
+
+    def test_one_broken_reply_costs_no_other(self):
+        recall = toki.Recall(toki.load_config({}, {}), toki.REAL)
+        ask = [{"role": "user", "content": "q"}]
+        for text in (b"data: {broken\n\n", b"data: [1]\n\n",
+                     toki.sse({"choices": [{"index": 0, "delta": {"content": "yes"}}]})):
+            heard = toki.Transcript()
+            heard.add(text)
+            recall.remember(ask, heard, "")
+        with self.assertLogs("toki", "WARNING"):
+            body, _ = recall.calm({"messages": ask}, "")
+        self.assertEqual(body, {"messages": ask})
+        self.assertEqual(len(recall._replies._turns), 1)
 
     def test_a_lossy_copy_is_put_right(self):
         for stream in (True, False):

@@ -6,14 +6,17 @@ resend the same long beginning with every turn; toki knows which tokens live in
 which slot of the engine, sends each ask to the slot that holds its longest prefix,
 and proves every hit with the engine's own numbers.
 
+It gets engine and models, runs several models in turn or side by side, and shows what
+it does: in the terminal, on a web page, and in every reply.
+
 Three commands to try:
 
     python3 toki.py up --yes                 engine + model + daemon, ready to use
+    python3 toki.py                          chat, agents, models, settings: a launcher
     python3 toki.py serve --engine URL       in front of a llama-server you run
-    python3 toki.py status                   slots, hits, what was saved
 
-Rooms, in order.  A room uses only rooms above it; the first ten are pure (values in,
-values out), the rest touches the world, and only through the doors of EDGES.
+Rooms, in order.  A room uses only rooms above it; those above EDGES are pure (values
+in, values out), the rest touches the world, and only through the doors of EDGES.
 
     0  FRONT     what toki is, this table, the invariants
     1  WORDS     errors with a hint; how numbers, sizes, ages, tables are spoken
@@ -60,7 +63,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
     43 FLEET     one engine, several models: whose turn is it?
     44 HTTP      framing, limits, deadlines: a server made of http.server
-    45 GATEWAY   routes: bytes in and out, never de
+    45 GATEWAY   routes: bytes in and out, never decides
     46 UNPACK    archives from elsewhere, opened so that nothing lands outside
     47 ENGINES   engines side by side: receipts, the pointer, what a launch needs
     48 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
@@ -90,7 +93,7 @@ Invariants:
   - Trouble with reuse never fails an ask: it is forwarded as it came.
   - One lock, held for in-memory work only.
 
-toki refuses to be: a patch of the engine, a second model beside yours, a web
+toki refuses to be: a patch of the engine, a model that it needs for itself, a web
 framework, or a reason to install anything.
 """
 from __future__ import annotations
@@ -8620,7 +8623,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 # 23. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
-#    gfx_override, SUPPORT, box_text.
+#    gfx_override, SUPPORT, box_text, real_devices.
 #
 #    Names are never made from a template: the names of a release are parsed, filtered
 #    and ranked, so that both naming schemes (zip with cu12.4 and hip, tar.gz with
@@ -8898,18 +8901,20 @@ _DEVICE_PREFIX = {"cuda": ("CUDA",), "rocm": ("ROCm",), "vulkan": ("Vulkan",),
 _SOFTWARE_GPU = re.compile(r"llvmpipe|lavapipe|SwiftShader|Basic Render|softpipe", re.I)
 
 
+def real_devices(text: str) -> list:
+    """[(name, description, MiB, MiB free, the line)] of --list-devices: no accelerator
+    without memory, no processor in disguise (software Vulkan)."""
+    return [(m["name"], m["what"], int(m["total"]), int(m["free"]), m[0].strip())
+            for m in _DEVICE_LINE.finditer(text)
+            if int(m["total"]) and not _SOFTWARE_GPU.search(m["what"])]
+
+
 def device_lines(text: str, backend: str) -> list:
-    """The lines of --list-devices that prove this backend's device: its prefix, memory
-    above 0, and no processor in disguise (software Vulkan, OpenVINO's own CPU)."""
-    out = []
-    for m in _DEVICE_LINE.finditer(text):
-        if not m["name"].startswith(_DEVICE_PREFIX[backend] or ("\0",)) \
-                or int(m["total"]) == 0 or _SOFTWARE_GPU.search(m["what"]):
-            continue
-        if backend == "openvino" and not re.search(r"GPU|NPU", m["what"]):
-            continue
-        out.append(m[0].strip())
-    return out
+    """The lines of --list-devices that prove this backend's device: a real one with its
+    prefix, and not OpenVINO's own CPU."""
+    return [line for name, what, *_, line in real_devices(text)
+            if name.startswith(_DEVICE_PREFIX[backend] or ("\0",))
+            and (backend != "openvino" or re.search(r"GPU|NPU", what))]
 
 
 # ============================================================================
@@ -9750,7 +9755,7 @@ def parse_registry(text: str, path: str, raw: Any = None) -> Registry:
         raise check.wrong(("models",), "is no object", '{"NAME": {"file": "..."}}')
     found = {name: check.entry(name, value) for name, value in models.items()}
     active = raw.get("active") or ""
-    if active and active not in found:
+    if active and not (isinstance(active, str) and active in found):
         like = near_names(str(active), found, 1)
         raise check.wrong(("active",), f"({json.dumps(active)}) names no model",
                           f"perhaps {like[0]}?" if like else "")
@@ -10795,6 +10800,13 @@ class Disk:
             return raw.decode("utf-16")
         return raw.decode("utf-8-sig", "replace")
 
+    def read_object(self, path: str) -> dict:
+        "The JSON object in a file; {} when there is none that can be read."
+        value = None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            value = json.loads(self.read_text(path) or "{}")
+        return value if isinstance(value, dict) else {}
+
     def write(self, path: str, data: bytes) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
         self.folder(os.path.dirname(path))
@@ -10906,6 +10918,7 @@ def is_local_url(url: str) -> bool:
 
 class Net:
     "Connections to engines and the question who has something to say."
+    timeouts = (TimeoutError, socket.timeout)        # one class since Python 3.10
 
     def connect(self, host: str, port: int,
                 timeout: float) -> http.client.HTTPConnection:
@@ -11384,7 +11397,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 # ============================================================================
 # 31. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, FIT, EDGES.  offers: Places, places, detect_memory,
+#    uses: WORDS, SETTINGS, FIT, ASSETS, EDGES.  offers: Places, places, detect_memory,
 #    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
 #    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
 #    start_logging, cpu_count, OwnerLog, fresh_log.
@@ -11497,17 +11510,13 @@ def vm_stat_memory(text: str) -> int:
 
 
 def listed_devices(text: str) -> list:
-    """[Gpu] of the engine's --list-devices; software renderers, accelerators without
-    memory and OpenVINO on the CPU are none."""
-    found = re.findall(r"(?m)^\s+(\S+?): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", text)
+    "[Gpu] of the engine's --list-devices; OpenVINO on the CPU is none."
     out = []
-    for name, words, total, free in found:
-        if int(total) and not re.search(
-                r"(?i)llvmpipe|lavapipe|swiftshader|basic render|softpipe", words) \
-                and not (name.startswith("OPENVINO") and "GPU" not in words):
+    for name, words, total, free, _ in real_devices(text):
+        if not name.startswith("OPENVINO") or "GPU" in words:
             gfx = re.search(r"(?i)\bgfx[0-9a-f]{3,4}\b", words)
-            out.append(Gpu(words, name.rstrip("0123456789"), int(total) << 20,
-                           int(free) << 20, gfx[0].lower() if gfx else ""))
+            out.append(Gpu(words, name.rstrip("0123456789"), total << 20, free << 20,
+                           gfx[0].lower() if gfx else ""))
     return out
 
 
@@ -11554,15 +11563,10 @@ def _amd_cards(edges: Edges) -> list:
 
 
 def _amd_names(edges: Edges) -> list:
-    "gfx names of the compute nodes: gfx_target_version 110501 is gfx1151."
-    base, out = "/sys/class/kfd/kfd/topology/nodes", []
-    for node in edges.disk.listing(base):
-        found = re.search(r"(?m)^gfx_target_version (\d+)",
-                          _text(edges, f"{base}/{node}/properties"))
-        if found and int(found[1]):
-            n = int(found[1])
-            out.append(f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}")
-    return out
+    "gfx names of the compute nodes."
+    base = "/sys/class/kfd/kfd/topology/nodes"
+    return [*filter(None, (gfx_of_kfd(_text(edges, f"{base}/{node}/properties"))
+                           for node in edges.disk.listing(base)))]
 
 
 def _shares_ram(vram: int, gtt: int) -> bool:
@@ -11646,18 +11650,14 @@ def detect_memory(edges: Edges, binary: str = "", system: str = sys.platform) ->
 
 def effective_shape(edges: Edges, where: Places, model: str) -> dict:
     "What the engine of this model file was last started with: ctx, slots, ...; or {}."
-    with contextlib.suppress(ValueError, AttributeError, TypeError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-        return dict(known.get("models", {}).get(model, {}))
+    with contextlib.suppress(LookupError, ValueError, TypeError):
+        return dict(edges.disk.read_object(where.file(_EFFECTIVE))["models"][model])
     return {}
 
 
 def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None:
     "Remember what the engine of this model file runs with; a full disk is no failure."
-    known: dict = {}
-    with contextlib.suppress(ValueError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-    models = known.get("models") if isinstance(known, dict) else None
+    models = edges.disk.read_object(where.file(_EFFECTIVE)).get("models")
     models = dict(models if isinstance(models, dict) else {}, **{model: shape})
     with contextlib.suppress(OSError):
         edges.disk.write(where.file(_EFFECTIVE), json.dumps(
@@ -11887,14 +11887,16 @@ class Engine:
 
     def __init__(self, url: str, key: str = "", edges: Edges = REAL,
                  facts: Optional[ModelFacts] = None, swa_full: bool = False):
-        parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme != "http" or not parts.hostname:
+        scheme = host = ""
+        with contextlib.suppress(ValueError):        # a port beyond 65535, for one
+            parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
+            scheme, host, port = parts.scheme, parts.hostname or "", parts.port or 80
+        if scheme != "http" or not host:
             raise UsageError(f"{url!r} is no address of an engine",
                              "it looks like http://127.0.0.1:8080")
         # localhost may resolve to ::1 first, where nobody listens (2 s on Windows)
-        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
-        self.host, self.port = host, parts.port or 80
-        self.url = f"http://{host}:{self.port}"
+        self.host, self.port = "127.0.0.1" if host == "localhost" else host, port
+        self.url = f"http://{f'[{host}]' if ':' in host else self.host}:{port}"
         self.base = parts.path.rstrip("/")
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
@@ -11964,7 +11966,7 @@ class Engine:
                 payload = response.read()
             except (OSError, http.client.HTTPException) as error:
                 conn.close()
-                if reused and not isinstance(error, TimeoutError):
+                if reused and not isinstance(error, self.edges.net.timeouts):
                     continue             # it was closed under us: once more, fresh
                 raise EngineGone(f"{self.url} stopped answering {path}: "
                                  f"{error or type(error).__name__}",
@@ -12011,6 +12013,9 @@ class Engine:
     def probe(self) -> EngineInfo:
         "Ask what this engine can do; only reads, but for a save that cannot happen."
         props = self.json("GET", "/props", timeout=10)
+        if not isinstance(props, dict):
+            raise EngineGone(f"{self.url}/props answered something that is no object",
+                             "is this a llama-server?")
         if props.get("role") == "router":
             raise UsageError("this llama-server runs as a router, without a model of "
                              "its own", "give the address of one that serves a model")
@@ -12189,8 +12194,11 @@ class EngineProcess:
 
     def _pump(self) -> None:
         "Copy the engine's output to its log; never stop draining, or it would block."
-        path = self.where.file("logs", "engine.log")
-        keep = OwnerLog(path, self.edges)
+        keep: logging.Handler = logging.NullHandler()
+        try:
+            keep = OwnerLog(self.where.file("logs", "engine.log"), self.edges)
+        except OSError as error:
+            log.warning("the engine's output is not kept: %s", error)
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
@@ -12561,12 +12569,16 @@ class Journal:
 
     def _open(self) -> sqlite3.Connection:
         db = self.edges.disk.database(self.path)
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > self.schema:
-            raise TokiError(f"the {self.word} is of a newer toki (schema {version})",
-                            "move it away or update toki")
-        self._prepare(db)
-        db.execute(f"PRAGMA user_version = {self.schema}")
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version > self.schema:
+                raise TokiError(f"the {self.word} is of a newer toki (schema "
+                                f"{version})", "move it away or update toki")
+            self._prepare(db)
+            db.execute(f"PRAGMA user_version = {self.schema}")
+        except BaseException:
+            db.close()
+            raise
         return db
 
     def _run(self) -> None:
@@ -12792,7 +12804,11 @@ class Recall(Journal):
     def _hear_locked(self) -> None:
         heard, self._heard = self._heard, []
         for messages, transcript, owner in heard:
-            reply = transcript.message()
+            try:
+                reply = transcript.message()
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("a reply is not remembered (%s)", error)
+                continue
             row = self._replies.remember(messages, reply, owner)
             if row and self.kept:
                 self.post("reply", row[0], json.dumps(row[1]))
@@ -13452,18 +13468,21 @@ class Feed:
 
     def __init__(self, clock: Any):
         self.clock = clock
+        self._door = threading.Lock()    # guards changes of the list, never a post
         self._listeners: list = []
 
     def listen(self) -> Optional[Listener]:
         "None when too many listen already."
-        if len(self._listeners) >= _FEED_LISTENERS:
-            return None
-        listener = Listener()
-        self._listeners = [*self._listeners, listener]
+        with self._door:
+            if len(self._listeners) >= _FEED_LISTENERS:
+                return None
+            listener = Listener()
+            self._listeners = [*self._listeners, listener]
         return listener
 
     def leave(self, listener: Listener) -> None:
-        self._listeners = [x for x in self._listeners if x is not listener]
+        with self._door:
+            self._listeners = [x for x in self._listeners if x is not listener]
 
     def book_event(self, event: Any) -> None:
         if self._listeners:
@@ -17163,6 +17182,7 @@ class Gateway:
 #    in many of the Pythons toki runs on, zipfile forgets links and modes.)
 # ============================================================================
 UNPACK_BYTES, UNPACK_FILES = 12 << 30, 20_000    # CUDA builds unpack to about 1.5 GB
+_LZMA_ERROR = getattr(getattr(zipfile, "lzma", None), "LZMAError", zlib.error)
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.I)
 
 
@@ -17353,7 +17373,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
             _take_tar(archive, into)
         into.make_links()
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError,
-            NotImplementedError) as error:
+            NotImplementedError, _LZMA_ERROR) as error:
         raise TokiError(f"{os.path.basename(archive)} is no whole archive: {error}",
                         "fetch it again") from None
     except FileExistsError as error:
@@ -17407,14 +17427,21 @@ def _pointers(where: Places, edges: Edges) -> list:
 
 
 def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
-    "The engine in a folder; None when there is no whole one."
+    "The engine in a folder; None when there is no whole one with a fit receipt."
     folder = os.path.join(where.engines, name)
     receipt: Any = {}
     with contextlib.suppress(ValueError):
         receipt = json.loads(
             edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
-    if not isinstance(receipt, dict) or receipt.get("schema", 0) > _RECEIPT_SCHEMA:
-        return None
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        if receipt.get("schema", 0) <= _RECEIPT_SCHEMA:
+            return _received(name, folder, receipt, edges)
+    return None
+
+
+def _received(name: str, folder: str, receipt: dict,
+              edges: Edges) -> Optional[Installed]:
+    "The engine as its receipt tells it; a value of the wrong kind raises."
     places_ = [str(receipt.get("server") or "")] if receipt else list(ENGINE_FILES)
     for place in places_:
         path = os.path.join(folder, *place.split("/"))
