@@ -26553,7 +26553,7 @@ def _fish_completion() -> str:
     return "\n".join(lines) + "\n"
 
 
-def completion(shell: str) -> str:
+def completion_script(shell: str) -> str:
     "A script that completes toki's commands, flags and settings in this shell."
     if shell == "fish":
         return _fish_completion()
@@ -26567,7 +26567,7 @@ def completion(shell: str) -> str:
                help="bash, zsh, fish or powershell"), settings=())
 def cmd_completion(c: Context) -> int:
     """Print the script that completes toki's words in a shell."""
-    c.edges.term.write(completion(c.ns.shell))
+    c.edges.term.write(completion_script(c.ns.shell))
     return 0
 
 
