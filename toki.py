@@ -3197,7 +3197,7 @@ class Chains:
 # ============================================================================
 # 12. OUTPUTS - the chat stream told as Responses events, and as a plain response.
 #    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
-#    responses_reply, response_error.  pure: ids and times are given.
+#    response_error.  pure: ids and times are given.
 #
 #    created, in_progress, then for each output item, one after the other:
 #        output_item.added [part.added] delta... [done] [part.done] output_item.done
@@ -3702,12 +3702,6 @@ class ResponsesStream:
         call.done = True
         out = self._pass_on(call, last=True)
         return out + self._events(call.output.end(status))
-
-
-def responses_reply(reply: dict, body: dict, response_id: str, created: int,
-                    model: str = "") -> dict:
-    "The plain response out of a whole chat reply; its `cache` object comes along."
-    return ResponsesStream(body, response_id, created, model).plain(reply)
 
 
 def response_error(error: TokiError) -> dict:
@@ -4608,7 +4602,7 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 # 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
 #    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
 #    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
-#    nearer_messages, lost_system, Habits.
+#    lost_system, Habits.
 #
 #    Two parts of the engine refuse what other servers take: the compiler that makes a
 #    grammar of tool schemas, and chat templates.  What either takes is tried once, in
@@ -5142,13 +5136,6 @@ def nearer_forms(messages: list, refusal: str, known: Iterable[str] = ()) -> Ite
         if changed not in seen:
             seen.append(changed)
             yield forms
-
-
-def nearer_messages(messages: list, refusal: str, known: Iterable[str] = ()) \
-        -> Iterable:
-    "(messages, words) of each of `nearer_forms`."
-    for forms in nearer_forms(messages, refusal, known):
-        yield apply_forms(messages, forms)
 
 
 def lost_system(messages: list, prompt: str) -> bool:
@@ -7762,7 +7749,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 # ============================================================================
 # 21. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
-#    wishes_of, most_new_tokens, EngineReport, read_engine_report, plan_mismatches,
+#    wishes_of, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
 #
 #    need = weights + KV + windows + recurrent state + checkpoints + compute + output
@@ -7876,11 +7863,6 @@ class MemoryPlan(NamedTuple):
         return self.weights + self.kv + self.window + self.state + \
             self.checkpoint_bytes + self.compute + self.output + self.process \
             + self.repack
-
-
-def most_new_tokens(ctx: int, prompt_tokens: int) -> int:
-    "Tokens a reply can have after a prompt in a slot of `ctx`; at least 1."
-    return max(1, ctx - prompt_tokens)
 
 
 def wishes_of(config: Config) -> Wishes:
@@ -8088,7 +8070,7 @@ class _Search:
             floor < useful and self.settle(floor, types[-1], one))
 
 
-def _rooms(facts: ModelFacts, machine: Memory, wishes: Wishes) -> list:
+def _rooms(machine: Memory, wishes: Wishes) -> list:
     "Where to try: on the devices, then on both; or in the one memory."
     host, gpu = machine.room(), machine.gpu_room()
     if not gpu:
@@ -8118,7 +8100,7 @@ def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPla
     if not machine.total:                    # nothing is known: as wished
         return _plan_of(facts, wanted, wishes)._replace(
             steps=("memory unknown: nothing was fitted",))
-    rooms = _rooms(facts, machine, wishes)
+    rooms = _rooms(machine, wishes)
     for room in rooms:
         search = _Search(facts, wishes, room, wanted)
         if search.run(_CTX_USEFUL if room.layers == "all" else _CTX_FLOOR):
@@ -8167,25 +8149,38 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 
 # ---- what the engine says -----------------------------------------------------
 class EngineReport(NamedTuple):
-    "Bytes as the engine's log names them; a log without them has n == 0."
+    """Bytes as the engine's log names them; a log without them has n == 0.
+
+    `profile`: "gpu" when the model's weights lie on a graphics processor, wholly or in
+    part, else "cpu"; "" when the log names no device.
+    """
     n: int
     weights: int
     kv: int                  # full and windowed layers
     state: int
     compute: int
     output: int
+    profile: str = ""
 
 
 _REPORT_LINE = re.compile(
     r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
     r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+_WEIGHTS_LINE = re.compile(r"(\S+) model buffer size += +([0-9.]+) MiB")
+_PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
+_HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
 
 
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
-    n = 0
+    n, profile, pretended = 0, "", False
     for line in lines:
+        place = _WEIGHTS_LINE.search(line)
+        if place:
+            on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
+            profile = "gpu" if on_gpu and not pretended or profile == "gpu" else "cpu"
+        pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
             n += 1
@@ -8193,7 +8188,7 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
                         if w in found[1])
             sums[word] += float(found[2]) * _MIB
     return EngineReport(n, *(int(sums[w]) for w in (
-        "model", "kv", "recurrent", "compute", "output")))
+        "model", "kv", "recurrent", "compute", "output")), profile)
 
 
 def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
@@ -9836,8 +9831,8 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade,
-#    bench_score, percentile, median_interval, weigh, judge, lost_asks.
+#    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
+#    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
 #    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
@@ -10066,16 +10061,6 @@ PUBLISHED = {"realistic_mixed": 90.2, "summarization": 97.1, "code_review": 98.2
              "agent_long_context": 95.2, "stress_adversarial": 57.2}
 
 
-def rehearse(name: str, sized: Sized) -> list:
-    "The turns of a workload if every reply were a few words; for counts and estimates."
-    steps, turns, reply = WORKLOADS[name](sized), [], None
-    with contextlib.suppress(StopIteration):
-        while True:
-            turns.append(steps.send(reply))
-            reply = "word " * turns[-1].max_tokens
-    return turns
-
-
 # ---- the oracle ---------------------------------------------------------------------
 class PrefixOracle:
     "An unlimited cache of exact prefixes that starts cold."
@@ -10092,6 +10077,17 @@ class PrefixOracle:
         "A prompt with what was generated, but the last token, is known from now on."
         self.asks += 1
         self.trie.insert(self.asks, after)
+
+
+def as_generated(retokenized: Sequence[Any], came: Sequence[Any]) -> int:
+    """How many leading tokens of a reply are those that were generated.
+
+    Compares the pieces of the text tokenized again with the pieces that came; a text
+    may be cut into other tokens than the model chose, and from there on no prompt that
+    holds the text has the generated tokens.
+    """
+    return next((i for i, (a, b) in enumerate(zip(retokenized, came)) if a != b),
+                min(len(retokenized), len(came)))
 
 
 # ---- what came of it ----------------------------------------------------------------
@@ -10176,8 +10172,8 @@ def weigh(runs: Sequence[Run]) -> dict:
     prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
     spent = [run.computed for run in runs]
     total = None if None in spent else sum(c for c in spent if c is not None)
-    later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
-    told = [a.prompt - a.new for a in later if a.new is not None]
+    later = max(1, len(good) - len(runs))     # the first ask of a run cannot be a hit
+    told = [a.prompt - a.new for a in good if a.new is not None]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
@@ -10186,8 +10182,8 @@ def weigh(runs: Sequence[Run]) -> dict:
         "efficiency": oracle / max(1, total) if total is not None else None,
         "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
         "hit_tokens_oracle": 1 - oracle / max(1, prompt),
-        "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
-        "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
+        "hit_asks": sum(n >= _HIT for n in told) / later if told else None,
+        "hit_asks_oracle": sum(a.known >= _HIT for a in good) / later,
         "ttft_ms": {"p50": percentile(times, .5), "p95": percentile(times, .95),
                     "min": min(times, default=None), "max": max(times, default=None)},
         "prefill_tokens_per_s": 1000 * sum(
@@ -10308,7 +10304,8 @@ def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
             rows.append(judge(name, arms))
             toki = arms.get("toki")
             rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
-                                for i, a, n in lost_asks(toki[0])[:5]] if toki else []
+                                for i, a, n in (lost_asks(toki[0], 10)[:3]
+                                                if toki else ())]
     return dict(state, rows=rows, missing=[
         n for n in plan["names"] if n not in {r["workload"] for r in rows}])
 
@@ -10544,7 +10541,7 @@ def _distribution(times: dict) -> str:
 def _efficiency_bars(rows: Sequence[dict]) -> str:
     "Efficiency of every arm on every workload."
     parts, y = [], 18
-    for x, word in ((210, "0"), (350, "0.5"), (490, "1: no token twice")):
+    for x, word in ((210, "0"), (510, "0.5"), (810, "1: nothing twice")):
         parts.append(_svg_text(x, 12, word, "middle"))
     top = y
     for row in rows:
@@ -10552,14 +10549,14 @@ def _efficiency_bars(rows: Sequence[dict]) -> str:
         parts.append(_svg_text(200, y + 5 * len(arms) + 5, row["workload"], "end"))
         for arm in arms:
             value = row["arms"][arm]["efficiency"]
-            parts += [f'<rect x="210" y="{y}" width="{280 * min(1.05, value):.1f}" '
+            parts += [f'<rect x="210" y="{y}" width="{600 * min(1.05, value):.1f}" '
                       f'height="8" fill="var(--{arm})"/>',
-                      _svg_text(496 if value > .97 else 214 + 280 * value, y + 8,
+                      _svg_text(816 if value > .97 else 214 + 600 * value, y + 8,
                             f"{value:.2f}")]
             y += 10
         y += 8
-    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 350, 490)]
-    return _svg(560, y + 4, lines + parts, "efficiency by workload and arm")
+    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 510, 810)]
+    return _svg(900, y + 4, lines + parts, "efficiency by workload and arm")
 
 
 def _timeline(row: dict, runs: dict) -> str:
@@ -10572,7 +10569,7 @@ def _timeline(row: dict, runs: dict) -> str:
     parts, width = [], 860 / max(1, asks)
     for lane, (arm, rows) in enumerate(lanes):
         base = 120 + lane * 140
-        parts.append(_svg_text(90, base - 50, _ARM_WORDS[arm].split(" ")[-1], "end"))
+        parts.append(_svg_text(98, base - 106, _ARM_WORDS[arm]))
         parts += [f'<path class=ax d="M96 {base}H960"/>',
                   _svg_text(90, base - 96, f"{most:,}", "end"),
                   _svg_text(90, base, "0", "end")]
@@ -10625,11 +10622,13 @@ def _summary(rows: Sequence[dict]) -> str:
         body.append((
             f"<b>{_esc(row['workload'])}</b><span class=what>"
             f"{_esc(WORKLOAD_WORDS.get(row['workload'], ''))}"
-            + (f". {_esc(note)}" if note else "") + "</span>",
+            + (f"; {_esc(note)}" if note else "") + "</span>",
             f"{ttft}<span class=what>{interval.rstrip(')')}</span>",
             _change(toki)[1], f"{_percent(toki['hit_tokens'])}<span class=what>of "
             f"{_percent(toki['hit_tokens_oracle'])} possible"
-            + (f"; published {published}" if published else "") + "</span>",
+            + (f"; published {published}" if published else "")
+            + (f", by asks; here {_percent(toki['hit_asks'], 0)} of them"
+               if row["workload"] == "agent_100" else "") + "</span>",
             "-" if points is None else f"{points:.1f}<span class=what><span class=bar "
             f'style="width:{points * .05:.1f}rem"></span></span>',
             f"<span class=grade>{toki.get('grade', '-')}</span>",
@@ -10686,9 +10685,11 @@ def bench_page(result: dict) -> str:
         f"<h1>How much of the reading is done twice?</h1><p class=soft>toki bench, "
         f"{_esc(time_text(setup['at']))}: {_esc(same['model'])} on "
         f"{_esc(setup['machine'])}</p>", *_PAGE_LEAD, _key(arms), _tiles(rows),
-        "<h2>Summary</h2><p>Changes compare toki with the same engine that reuses "
-        "nothing; negative times are shorter. In brackets the 95 % interval of the "
-        "median.</p>", _summary(rows),
+        "<h2>Summary</h2><p>TTFT is the time to the first token, prefill the speed "
+        "of reading. Changes compare toki with the same engine that reuses nothing: "
+        "negative times are shorter; below each the 95 % interval of the median. Hit: "
+        "tokens that were remembered, in percent. The last column is the grade of "
+        "llama-server by itself.</p>", _summary(rows),
         "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
         "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
         "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
@@ -11899,6 +11900,7 @@ class Engine:
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
+        self.profile = ""                # cpu | gpu, as a managed engine's log tells
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -14889,7 +14891,7 @@ class Keeper:
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
                 "pinned": bool(info and self.ability().pinned),
-                "life": self.book.life,
+                "life": self.book.life, "profile": self.engine.profile,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
@@ -17841,7 +17843,7 @@ def probe_engine(program: str, backend: str, edges: Edges, where: Places,
                  smoke)
 
 
-def _smoke_start(argv: list, backend: str, edges: Edges, where: Places, env: dict,
+def _smoke_start(argv: list, edges: Edges, where: Places, env: dict,
                  port: int) -> tuple:
     "(exit code or None while it answered, what it wrote): load, one token, stop."
     path = where.file("logs", "smoke.log")
@@ -17879,7 +17881,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
             ["--model", model, "--host", "127.0.0.1", "--port", str(port),
              "--ctx-size", "512", "--parallel", "1", "--n-gpu-layers",
              "0" if backend == "cpu" else "99", "--no-ui", *more], help_text)
-        code, text = _smoke_start([program, *flags], backend, edges, where, env, port)
+        code, text = _smoke_start([program, *flags], edges, where, env, port)
         again = crash_remedy(code, flags, help_text) if code is not None else []
         if not again:
             break
@@ -19694,7 +19696,9 @@ class Daemon:
     def _check_memory(self, process: EngineProcess) -> None:
         "The engine is up: what it took against the plan, and its shape for everybody."
         fit, info = self.memory_plan, self.engine.info
-        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+        report = read_engine_report(process.first_words)
+        self.engine.profile = report.profile
+        for sentence in plan_mismatches(fit, report):
             log.warning("memory otherwise than planned: %s", sentence)
         save_effective(self.edges, self.where, self.plan["model"], {
             "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
@@ -20365,19 +20369,11 @@ def served_model(url: tuple, token: str, edges: Edges) -> tuple:
     return entry["id"], int(entry.get("context_length") or 0)
 
 
-def _profile(c: Any, state: dict) -> str:
-    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
+def _profile(state: dict) -> str:
+    """cpu or gpu, as the daemon read it from its engine's first words.
     Unknown means cpu: patience costs nothing on a fast machine."""
     told = str((state.get("engine") or {}).get("profile") or "")
-    if told:
-        return "cpu" if told == "cpu" else "gpu"
-    with contextlib.suppress(ValueError, AttributeError):
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-        if (state.get("engine") or {}).get("managed") and plan.get("binary"):
-            _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
-            if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
-                return "gpu"
-    return "cpu"
+    return "cpu" if told in ("", "cpu") else "gpu"
 
 
 def _address(c: Any) -> tuple:
@@ -20401,7 +20397,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
     return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
-                 _profile(c, state), folder, s.claude_bare, s.claude_mcp,
+                 _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
 
@@ -23037,6 +23033,7 @@ class Asker:
 
     def __init__(self, engine: Engine, pin: Optional[int] = None):
         self.engine, self.pin = engine, pin
+        self.pieces: list = []           # of the latest reply, as they came
 
     def chat(self, messages: list, max_tokens: int = 16, **more: Any) -> tuple:
         "(text, first-token ms, timings, cache or None) of a streamed chat."
@@ -23046,6 +23043,7 @@ class Asker:
             body["id_slot"] = self.pin
         clock, began = self.engine.edges.clock, self.engine.edges.clock.now()
         text, first, timings, cache = [], None, None, None
+        self.pieces = text
         for event in self.engine.open("/v1/chat/completions",
                                       json.dumps(body).encode()).events():
             for choice in event.get("choices") or ():
@@ -23574,7 +23572,7 @@ class BenchPlan(NamedTuple):
     context: int = 4096
     seed: int = 1
     passes: int = 1
-    sample: int = 1          # the fresh arm answers every so manieth ask
+    sample: int = 1          # the fresh arm answers every so many asks
     url: str = ""            # a fourth arm
     url_engine: str = ""     # the engine behind it, for its counters
     other: str = ""          # a second model, for swap
@@ -23684,44 +23682,45 @@ class _Play:
             self.crowded |= self.open_asks > 1
         left_out = self.arm == "fresh" and place % self.sample
         try:
-            row, reply = self._left_out(key) if left_out else self._send(
+            row, pieces = self._left_out(key) if left_out else self._send(
                 messages, max_tokens, key, more)
         finally:
             with self.lock:
                 self.open_asks -= 1
-        self._note(place, messages, row, reply)
-        self.bench.tick(self.arm)
-        return self.script.setdefault(key, reply)
+        self._note(place, messages, row, pieces)
+        return self.script.setdefault(key, "".join(pieces))
 
     def _left_out(self, key: str) -> tuple:
         return Asked(0, 0, None, None, 0, None, key=key, asked=False), \
-            self.script.get(key, "")
+            [self.script.get(key, "")]
 
     def _send(self, messages: list, limit: int, key: str, more: dict) -> tuple:
         if self.arm == "fresh":
             more = dict(more, cache_prompt=False)
         before, at = self._counter(), self.bench.edges.clock.now() - self.began
-        row, reply = Asked(0, 0, None, None, 0, None, round(at, 3), key), ""
+        row, asker = Asked(0, 0, None, None, 0, None, round(at, 3), key), self.asker()
         try:
-            reply, first, t, cache = self.asker().chat(messages, limit, ignore_eos=True,
-                                                       **more)
+            _, first, t, cache = asker.chat(messages, limit, ignore_eos=True, **more)
         except TokiError as error:
-            return row._replace(error=error.message), ""
+            return row._replace(error=error.message), []
         after, cache = self._counter(), cache or {}
         alone = not self.crowded and before is not None and after is not None
         return row._replace(
             cached=t.cache_n if t else None, generated=t.predicted_n if t else 0,
             computed=after - before if alone else None,
             ttft_ms=round(first, 3) if first else None, ask=cache.get("ask", 0),
-            source=cache.get("source", ""), why=cache.get("why", "")), reply
+            source=cache.get("source", ""), why=cache.get("why", "")), asker.pieces
 
-    def _note(self, place: int, messages: list, row: Asked, reply: str) -> None:
+    def _note(self, place: int, messages: list, row: Asked, pieces: list) -> None:
         "Put an ask beside what the oracle makes of it."
-        engine = self.bench.reader or self.rig.engine
+        engine, reply = self.rig.engine, "".join(pieces)
         prompt = engine.render(json.dumps({"messages": messages}).encode())
         tokens = array("I", engine.tokenize(prompt, True))
-        after = array("I", engine.tokenize(prompt + reply, True))
-        stored = after[:-1] if len(after) > len(tokens) else tokens
+        again = engine.json("POST", "/tokenize", {
+            "content": reply, "parse_special": True, "with_pieces": True})["tokens"]
+        same = as_generated([t["piece"] for t in again], pieces)
+        stored = tokens + array("I", [t["id"] for t in again[:min(
+            same, max(0, row.generated - 1))]])
         with self.lock:
             known = self.oracle.known(tokens)
             self.oracle.add(stored)
@@ -23759,14 +23758,12 @@ class Bench:
                  keep: Callable[[dict], None], old: Optional[dict] = None):
         self.plan, self.binary, self.model, self.edges = plan, binary, model, edges
         self.where, self.config, self.say, self.keep = where, config, say, keep
-        self.reader: Optional[Engine] = None
         self.setup = self._setup()
         old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
             else {}
         self.done: dict = dict((old or {}).get("runs", {}))
         self.rates: dict = {}
-        self.label, self.ticks, self.expected = "", 0, 0
-        self.finished, self.began = 0.0, edges.clock.now()
+        self.began = edges.clock.now()
 
     def _setup(self) -> dict:
         "Machine, model, build, flags: what another needs to repeat it."
@@ -23816,17 +23813,18 @@ class Bench:
     def play(self) -> dict:
         "All of the plan that is not done yet; returns the state."
         parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
+        finished = 0
         for i, (name, n, arm) in enumerate(parts):
             key = f"{name}/{n}/{arm}"
             if key in self.done:
                 continue
-            self.label, self.ticks = f"[{i + 1}/{len(parts)}] {name}, {arm}", 0
+            label = f"[{i + 1}/{len(parts)}] {name}, {arm}"
             script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
             run = _Play(self, arm, script, self._sample(name)).run(name)
-            self.finished += 1
+            finished += 1
             left = len(parts) - i - 1
-            pace = (self.edges.clock.now() - self.began) / self.finished
-            self.say(f"{self.label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
+            pace = (self.edges.clock.now() - self.began) / finished
+            self.say(f"{label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
                 f", ~{fmt_age(pace * left)} left" if left else ""))
             self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
             self.keep(self.state(False))
@@ -23837,9 +23835,6 @@ class Bench:
         if name not in WORKLOADS or name == "no_overlap":
             return 1
         return self.plan.sample
-
-    def tick(self, arm: str) -> None:
-        self.ticks += 1
 
     def state(self, complete: bool) -> dict:
         return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
@@ -24111,6 +24106,7 @@ input, select, textarea {
   background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
   padding: 0.4rem 0.55rem; max-width: 100%;
 }
+::placeholder { color: var(--soft); opacity: 1; }
 :focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
 .soft { color: var(--soft); }
 .fig { font-variant-numeric: tabular-nums; }
@@ -24271,11 +24267,11 @@ ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none;
 /* --- cache --- */
 #cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
 #cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
-.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
-  justify-content: space-between; margin: 0 auto; }
+.figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr));
+  gap: 1rem 2.5rem; margin: 0 auto; }
 .figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
   font-variant-numeric: lining-nums; }
-.figures span { color: var(--soft); font-size: 0.875rem; }
+.figures span { color: var(--soft); font-size: 0.875rem; text-wrap: balance; }
 #cache > section { margin-top: 2.6rem; }
 .head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
   margin-bottom: 0.8rem; }
@@ -24365,7 +24361,8 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   #cache { padding: 1.1rem 0.9rem 3rem; }
   .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
   .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
-  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  .forest li { gap: 0.35rem; } .forest li .more { display: none; }
+  .forest li button { padding: 0.1rem 0.3rem; }
   #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
   .message .tools, .talks li button.small { opacity: 1; }
 }
@@ -24474,6 +24471,8 @@ status</code>.</p></noscript>
 </section>
 </main>
 <div class="away" role="status" aria-live="polite" id="say"></div>
+<div class="away" role="log" aria-live="polite" aria-label="Reply as it comes"
+ id="heard"></div>
 
 <dialog id="login" aria-labelledby="h-login"><form method="dialog">
  <h2 id="h-login">This needs the token</h2>
@@ -24898,6 +24897,25 @@ function wordDiff(a, b) {
     }
   }
   put("same", x.slice(p).join(""));
+  return whole(out);
+}
+/* Changes with nothing but blanks between them are one change: read as phrases. */
+function whole(parts) {
+  const out = [];
+  let less = "", more = "";
+  const flush = () => {
+    if (less) out.push(["less", less]);
+    if (more) out.push(["more", more]);
+    less = more = "";
+  };
+  parts.forEach(([kind, text], i) => {
+    const between = kind === "same" && !text.trim() && (less || more)
+      && i + 1 < parts.length;
+    if (kind === "same" && !between) { flush(); out.push([kind, text]); return; }
+    if (kind !== "more") less += text;
+    if (kind !== "less") more += text;
+  });
+  flush();
   return out;
 }
 const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
@@ -25207,6 +25225,7 @@ async function stream(part, body, message, signal) {
         if (delta.content) part.text += delta.content;
       }
       if (event.cache) part.cache = event.cache;
+      if (part === message) aloud(part.text);
       refresh(message);
     }
   } catch (error) {
@@ -25217,12 +25236,23 @@ async function stream(part, body, message, signal) {
   delete part.state;
   return !part.error && !part.stopped;
 }
+/* A screen reader hears a reply while it grows, a sentence or a line at a time. */
+let told = 0;
+function aloud(text, end) {
+  const rest = text.slice(told), cut = /^[^]*(?:[.!?:]\s|\n)/.exec(rest);
+  const part = end ? rest : cut ? cut[0] : "";
+  told += part.length;
+  if (part.trim()) $("heard").append(el("p", { text: part.trim() }));
+}
 async function reply(talk) {
   const how = mode(), upTo = talk.messages.slice();
   const message = { role: "assistant", text: "", model: $("model").value };
   if (how === "compare") message.raw = { text: "" };
   talk.messages.push(message);
   running = { talk, message, abort: new AbortController() };
+  told = 0;
+  $("heard").replaceChildren();
+  say("toki replies");
   const { signal } = running.abort;
   store(talk);
   if (talk === here) drawChat();
@@ -25240,6 +25270,7 @@ async function reply(talk) {
     message.error = error.message;
   }
   running = null;
+  aloud(message.text, true);
   if (talks.has(talk.id)) store(talk);
   const place = $("scroll").scrollTop;
   if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
@@ -25304,12 +25335,15 @@ function drawFigures() {
   const c = state.counters, rate = state.rates.prefill_ms_per_token;
   const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
   const digits = share > 99 || share < 10 ? 1 : 0;
+  const computed = c.computed_tokens + c.side_tokens;      // heads made ahead count too
   const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
-    "of prompt tokens were reused"],
-  [num(c.reused_tokens), "tokens not computed again"],
-  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
-  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
-    `less to compute, over ${many(c.asks, "ask")}`]];
+    "reuse share: prompt tokens that the engine's own count says it did not compute"],
+  [num(c.reused_tokens), `of ${num(c.prompt_tokens)} prompt tokens reused, over `
+    + many(c.asks, "ask")],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown",
+    "of prefill saved, at the speed measured here"],
+  [computed ? `${(c.prompt_tokens / computed).toFixed(1)}×` : "–",
+    "prompt tokens for each one computed, heads made ahead included"]];
   $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
     el("b", { class: "fig", text: figure }), el("span", { text }))));
 }
@@ -25416,9 +25450,9 @@ function snapRow(s) {
   return el("li", null, el("span", { class: "mark snap" }),
     el("div", null, (s.label || `Saved ${s.sort}`)
       + (s.pinned ? ", pinned" : ""),
-      el("p", { class: "fig", text: `${many(s.size, "token")}, `
-        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
-          : "unused yet"}` })),
+      el("p", { class: "fig", text: many(s.size, "token") }, el("span",
+        { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
+          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
@@ -26667,7 +26701,8 @@ def _bench_plan(c: Context) -> BenchPlan:
 
 def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
     "The workloads on three arms; an interrupted bench goes on where it was."
-    store = c.ns.json if c.ns.json not in ("", "-") else where.file("bench.json")
+    store = c.edges.disk.absolute(c.ns.json) if c.ns.json not in ("", "-") \
+        else where.file("bench.json")
     quiet = c.ns.json == "-"
     old = None
     with contextlib.suppress(UsageError):
@@ -26686,7 +26721,8 @@ def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
         run["replies"] = None            # they served the comparison of outputs
     keep(result)
     if c.ns.html:
-        c.edges.disk.write(c.ns.html, bench_page(result).encode())
+        c.edges.disk.write(c.edges.disk.absolute(c.ns.html),
+                           bench_page(result).encode())
     c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
           + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
     return 0
