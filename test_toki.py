@@ -7700,6 +7700,58 @@ class Commands(Case):
         self.assertNotIn("hush", out)
         self.assertIn(toki.__version__, self.run_main("version")[1])
 
+    def test_doctor_believes_a_fork_only_as_the_engine_counts_it(self):
+        d = self.daemon(self.fake(), certify="off")
+        real = toki.daemon_json
+        record = toki.running_daemon(d.where, toki.REAL)
+
+        def doctor(found):
+            def answer(edges, host, port, method, path, *more, **options):
+                if path == "/toki/cache/verify":
+                    if isinstance(found, Exception):
+                        raise found
+                    return dict(zip(("from_slot", "to_slot", "tokens", "reused"), found))
+                doc = real(edges, host, port, method, path, *more, **options)
+                if path == "/toki/state":
+                    doc["shelf"].update(on=True, folder="x", disk=0)
+                return doc
+            with unittest.mock.patch.object(toki, "daemon_json", answer):
+                last = toki.examine(d.where, toki.REAL, record)[-1]
+            self.assertEqual(bool(last.remedy), last.level != "OK")
+            return last.level, last.text.split(":")[0]
+        self.table((
+            ("all", (1, 2, 296, 296), ("OK", "fork proven")),
+            ("but the end", (1, 2, 296, 290), ("OK", "fork proven")),
+            ("a part", (1, 2, 296, 200), ("FAIL", "no fork")),
+            ("nothing", (1, 2, 296, 0), ("FAIL", "no fork")),
+            ("one slot", (0, 0, 296, 296), ("WARN", "a restore is proven, no fork")),
+            ("refused", toki.TokiError("gone", "look"), ("FAIL", "the fork failed"))),
+            doctor)
+
+    def test_a_bundle_of_what_does_not_run(self):
+        "Nothing but doctor's lines, settings and logs, and the exit code stays."
+        path, state = os.path.join(self.folder(), "b"), self.folder()
+        toki.REAL.disk.write(os.path.join(state, "logs", "engine.log"), (
+            "loading libx.so: no\n0.1 I srv listening on x\n0.2 I slot print_timing\n"
+            'and words\n0.3 D {"prompt": "words"}\nGGML_ASSERT(a) failed\n').encode())
+        toki.REAL.disk.write(os.path.join(state, "logs", "toki.log"),
+                             b"Traceback\n  File x\nAuthorization: Bearer abcdefgh\n")
+        with contextlib.redirect_stdout(io.StringIO()), \
+                contextlib.redirect_stderr(io.StringIO()) as err:
+            code = toki.main(["doctor", "--bundle", path, "--state-dir", state])
+        self.assertEqual(code, 1)
+        self.assertIn(path, err.getvalue())
+        with zipfile.ZipFile(path) as archive:
+            parts = {n: archive.read(n).decode() for n in archive.namelist()}
+        self.assertEqual(sorted(parts), ["doctor.txt", "logs/engine.log", "logs/toki.log",
+                                         "settings.json"])
+        self.assertIn("FAIL no daemon", parts["doctor.txt"])
+        self.assertEqual(parts["logs/engine.log"].splitlines(), [
+            "loading libx.so: no", "0.1 I srv listening on x", "0.2 I slot print_timing",
+            "GGML_ASSERT(a) failed", "[2 lines that may tell of asks were left out]"])
+        self.assertEqual(parts["logs/toki.log"].splitlines(), [
+            "Traceback", "  File x", "Authorization: Bearer [secret]"])
+
     def completed(self, *words):
         "What bash offers after these words."
         script = os.path.join(self.folder(), "toki.bash")
@@ -9986,7 +10038,12 @@ class ModelCommands(ModelsCase):
         rows = json.loads(self.run_main("list", "--json")[1])
         self.assertEqual((rows["active"], rows["models"][0]["kind"]),
                          ("tiny-q8_0", "rewindable"))
-        self.assertIn("architecture", self.run_main("show")[1])
+        shown = self.run_main("show")[1]
+        for line in (r"architecture +llama", r"chat template +(yes|none)",
+                     r"plan +fits: .*4 slots of 4,096 tokens", r"active"):
+            self.assertRegex(shown, line)
+        self.assertGreater(json.loads(self.run_main("show", "--json")[1])["facts"][
+            "plan"]["total"], 0)
         doc = json.loads(self.run_main("show", "tiny-q8_0", "--json")[1])
         self.assertEqual((doc["facts"]["n_ctx_train"], doc["active"]), (4096, True))
         self.assertEqual(self.run_main("check", "--sha")[0], 0)
