@@ -7182,8 +7182,10 @@ class Terminal(Case):
     def test_every_end_leaves_a_usable_terminal(self):
         boom = ("import sys; sys.path.insert(0, sys.argv.pop()); import toki\n"
                 "def broken(*_): raise RuntimeError(str(6 * 7))\n"
-                "toki.{0} = broken; sys.exit(toki.main([\"{1}\"]))")
-        ends = [("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
+                "toki.{0} = broken; sys.exit(toki.main(\"{1}\".split()))")
+        ends = [("", "INT", 130), ("", "TERM", 143), ("", "HUP", 129),
+                ("", "launcher_frame", 1),
+                ("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
                 ("top", "INT", 130), ("tui", "chat_frame", 1), ("top", "top_frame", 1)]
         t = self.begin("-c", "pass")
         for face, how, code in ends:
@@ -7199,7 +7201,7 @@ class Terminal(Case):
                     t.wait("toki: the screen failed: RuntimeError: 42", "TOKI_DEBUG")
                     self.assertNotIn("Traceback", t.screen())
                 else:
-                    t.start(self.TOKI, face)
+                    t.start(self.TOKI, *face.split())
                     t.wait("fake", "toki")
                     self.assertEqual(t.ask("alternate_on"), "1")
                     os.kill(t.child(), getattr(toki.signal, "SIG" + how))
@@ -7291,6 +7293,84 @@ class Terminal(Case):
         t.wait("( • • )")
         t.keys("q")
         t.check_usable(0)
+
+    def test_every_key_of_the_launcher(self):
+        "Each key on the real screen; what takes an engine only says that it was asked."
+        script = os.path.join(self.folder(), "keys.py")
+        with open(script, "w", encoding="utf-8") as f:
+            f.write("import sys; sys.path.insert(0, sys.argv.pop())\n"
+                    "import toki\n"
+                    "from collections import namedtuple\n"
+                    "M = namedtuple('M', 'name file ctx active')\n"
+                    "toki.agent_version = lambda a, e: '2.1' * (a.name == 'claude')\n"
+                    "toki.launch = lambda a, c, x: (c.say(a.title + ' ran'), 0)[1]\n"
+                    "hall = toki._hall\n"
+                    "def stub(c):\n"
+                    "    def told(name):\n"
+                    "        return lambda *a: c.say(f'{name} {a}')\n"
+                    "    return hall(c)._replace(up=told('up'), use=told('use'),\n"
+                    "        restart=told('restart'), models=lambda: [\n"
+                    "        M('small', '/f', 4096, False), M('big', '/g', 8192, True)])\n"
+                    "toki._hall = stub\n"
+                    "sys.exit(toki.main([]))\n")
+        t = self.begin(script, HERE)
+        t.wait("( • • )", "2.1", "ready")
+        for n, a in enumerate(toki.AGENTS[:8], 2):
+            t.keys(str(n))
+            t.wait(("Enter starts " if a.name == "claude" else "") + a.title
+                   + " with" * (a.name == "claude") + " is missing" * (a.name != "claude"))
+        t.keys("Down", "Down", "Up")
+        t.wait(toki.AGENTS[8].title + " is missing")
+        t.keys("2", "Enter")
+        t.wait("( • • )", "Claude Code ended")
+        t.keys("Right")
+        t.wait("small", "big", "c context")
+        t.keys("Up", "Enter")
+        t.wait("use ('small', 0)", "Enter: back")
+        t.keys("Enter")
+        t.wait("in use: small")
+        t.keys("m", "c", "C-u")
+        t.type("2048")
+        t.wait("2048")
+        t.keys("Enter")
+        t.wait("use ('big', 2048)", "Enter: back")
+        t.keys("Enter")
+        t.wait("in use: big")
+        t.keys("m")
+        t.wait("c context")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12 and "big" in t.screen())
+        t.resize(80, 24)
+        t.wait("c context")
+        t.keys("Left", "r")
+        t.wait("restart ()", "Enter: back")
+        t.keys("Enter")
+        t.wait("( • • )")
+        t.keys("s")
+        t.wait("tokens of context a slot")
+        t.keys("Left", "?")
+        t.wait("any key goes back")
+        t.keys("q")
+        t.wait("( • • )")
+        self.d.close()
+        t.wait("nothing runs")
+        t.keys("u")
+        t.wait("up ()", "Enter: back")
+        t.keys("Enter")
+        t.wait("( • • )")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_piped_they_speak_plain_lines(self):
+        d = self.daemon(self.fake())
+        env = dict(os.environ, TOKI_STATE_DIR=d.where.state, HOME=self.folder())
+        for argv, said, word in (([], "", "usage"), (["top"], "", "fake"),
+                                 (["tui"], "hello\n", "tokens in")):
+            out = subprocess.run([sys.executable, self.TOKI, *argv], input=said, env=env,
+                                 capture_output=True, text=True, timeout=60)
+            self.assertEqual(out.returncode, 0, (argv, out))
+            self.assertNotIn("\x1b", out.stdout + out.stderr)
+            self.assertIn(word, (out.stdout + out.stderr).lower())
 
     def test_nothing_runs(self):
         t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
