@@ -24187,7 +24187,7 @@ main { min-width: 0; height: 100dvh; }
   border-bottom: 1px solid var(--line); }
 .bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap; font-size: 1.2rem; }
-.bar select { max-width: 16rem; }
+.bar select { max-width: 16rem; text-overflow: ellipsis; }
 #scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
 #messages, .composer { max-width: 45rem; margin: 0 auto; }
 #messages.wide { max-width: 80rem; }
