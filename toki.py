@@ -6,14 +6,17 @@ resend the same long beginning with every turn; toki knows which tokens live in
 which slot of the engine, sends each ask to the slot that holds its longest prefix,
 and proves every hit with the engine's own numbers.
 
+It gets engine and models, runs several models in turn or side by side, and shows what
+it does: in the terminal, on a web page, and in every reply.
+
 Three commands to try:
 
     python3 toki.py up --yes                 engine + model + daemon, ready to use
+    python3 toki.py                          chat, agents, models, settings: a launcher
     python3 toki.py serve --engine URL       in front of a llama-server you run
-    python3 toki.py status                   slots, hits, what was saved
 
-Rooms, in order.  A room uses only rooms above it; the first ten are pure (values in,
-values out), the rest touches the world, and only through the doors of EDGES.
+Rooms, in order.  A room uses only rooms above it; those above EDGES are pure (values
+in, values out), the rest touches the world, and only through the doors of EDGES.
 
     0  FRONT     what toki is, this table, the invariants
     1  WORDS     errors with a hint; how numbers, sizes, ages, tables are spoken
@@ -60,7 +63,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
     43 FLEET     one engine, several models: whose turn is it?
     44 HTTP      framing, limits, deadlines: a server made of http.server
-    45 GATEWAY   routes: bytes in and out, never de
+    45 GATEWAY   routes: bytes in and out, never decides
     46 UNPACK    archives from elsewhere, opened so that nothing lands outside
     47 ENGINES   engines side by side: receipts, the pointer, what a launch needs
     48 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
@@ -90,7 +93,7 @@ Invariants:
   - Trouble with reuse never fails an ask: it is forwarded as it came.
   - One lock, held for in-memory work only.
 
-toki refuses to be: a patch of the engine, a second model beside yours, a web
+toki refuses to be: a patch of the engine, a model that it needs for itself, a web
 framework, or a reason to install anything.
 """
 from __future__ import annotations
@@ -3199,7 +3202,7 @@ class Chains:
 # ============================================================================
 # 12. OUTPUTS - the chat stream told as Responses events, and as a plain response.
 #    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
-#    responses_reply, response_error.  pure: ids and times are given.
+#    response_error.  pure: ids and times are given.
 #
 #    created, in_progress, then for each output item, one after the other:
 #        output_item.added [part.added] delta... [done] [part.done] output_item.done
@@ -3704,12 +3707,6 @@ class ResponsesStream:
         call.done = True
         out = self._pass_on(call, last=True)
         return out + self._events(call.output.end(status))
-
-
-def responses_reply(reply: dict, body: dict, response_id: str, created: int,
-                    model: str = "") -> dict:
-    "The plain response out of a whole chat reply; its `cache` object comes along."
-    return ResponsesStream(body, response_id, created, model).plain(reply)
 
 
 def response_error(error: TokiError) -> dict:
@@ -4610,7 +4607,7 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 # 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
 #    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
 #    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
-#    nearer_messages, lost_system, Habits.
+#    lost_system, Habits.
 #
 #    Two parts of the engine refuse what other servers take: the compiler that makes a
 #    grammar of tool schemas, and chat templates.  What either takes is tried once, in
@@ -5144,13 +5141,6 @@ def nearer_forms(messages: list, refusal: str, known: Iterable[str] = ()) -> Ite
         if changed not in seen:
             seen.append(changed)
             yield forms
-
-
-def nearer_messages(messages: list, refusal: str, known: Iterable[str] = ()) \
-        -> Iterable:
-    "(messages, words) of each of `nearer_forms`."
-    for forms in nearer_forms(messages, refusal, known):
-        yield apply_forms(messages, forms)
 
 
 def lost_system(messages: list, prompt: str) -> bool:
@@ -7764,8 +7754,8 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 # ============================================================================
 # 21. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
-#    wishes_of, most_new_tokens, EngineReport, read_engine_report, plan_mismatches,
-#    engine_profile, fit_text, facts_text, facts_json, KV_TYPES.
+#    wishes_of, EngineReport, read_engine_report, plan_mismatches,
+#    fit_text, facts_text, facts_json, KV_TYPES.
 #
 #    need = weights + KV + windows + recurrent state + checkpoints + compute + output
 #           + the process itself, and page cache for one snapshot
@@ -7879,11 +7869,6 @@ class MemoryPlan(NamedTuple):
         return self.weights + self.kv + self.window + self.state + \
             self.checkpoint_bytes + self.compute + self.output + self.process \
             + self.repack
-
-
-def most_new_tokens(ctx: int, prompt_tokens: int) -> int:
-    "Tokens a reply can have after a prompt in a slot of `ctx`; at least 1."
-    return max(1, ctx - prompt_tokens)
 
 
 def wishes_of(config: Config) -> Wishes:
@@ -8092,7 +8077,7 @@ class _Search:
             floor < useful and self.settle(floor, types[-1], one))
 
 
-def _rooms(facts: ModelFacts, machine: Memory, wishes: Wishes) -> list:
+def _rooms(machine: Memory, wishes: Wishes) -> list:
     "Where to try: on the devices, then on both; or in the one memory."
     host, gpu = machine.room(), machine.gpu_room()
     if not gpu:
@@ -8122,7 +8107,7 @@ def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPla
     if not machine.total:                    # nothing is known: as wished
         return _plan_of(facts, wanted, wishes)._replace(
             steps=("memory unknown: nothing was fitted",))
-    rooms = _rooms(facts, machine, wishes)
+    rooms = _rooms(machine, wishes)
     for room in rooms:
         search = _Search(facts, wishes, room, wanted)
         if search.run(_CTX_USEFUL if room.layers == "all" else _CTX_FLOOR):
@@ -8178,25 +8163,45 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 
 # ---- what the engine says -----------------------------------------------------
 class EngineReport(NamedTuple):
-    "Bytes as the engine's log names them; a log without them has n == 0."
+    """Bytes as the engine's log names them; a log without them has n == 0.
+
+    `profile`: what holds the model's weights, wholly or in part: "cuda", "rocm",
+    "metal", "vulkan", "sycl"...; "cpu" when none does; "" when the log names no device.
+    """
     n: int
     weights: int
     kv: int                  # full and windowed layers
     state: int
     compute: int
     output: int
+    profile: str = ""
 
 
 _REPORT_LINE = re.compile(
     r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
     r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+_WEIGHTS_LINE = re.compile(r"(\S+) model buffer size += +([0-9.]+) MiB")
+_PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
+_HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
+
+
+def _backend_of(buffer: str) -> str:
+    "CUDA0, ROCm0, Vulkan0, MTL0_Mapped: cuda, rocm, vulkan, metal."
+    word = re.sub(r"[\d_].*", "", buffer).lower()
+    return {"mtl": "metal", "hip": "rocm"}.get(word, word or "gpu")
 
 
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
-    n = 0
+    n, profile, pretended = 0, "", False
     for line in lines:
+        place = _WEIGHTS_LINE.search(line)
+        if place:
+            on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
+            if profile in ("", "cpu"):
+                profile = _backend_of(place[1]) if on_gpu and not pretended else "cpu"
+        pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
             n += 1
@@ -8204,22 +8209,7 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
                         if w in found[1])
             sums[word] += float(found[2]) * _MIB
     return EngineReport(n, *(int(sums[w]) for w in (
-        "model", "kv", "recurrent", "compute", "output")))
-
-
-_PROFILES = {"mtl": "metal", "hip": "rocm"}
-
-
-def engine_profile(lines: Iterable[str]) -> str:
-    """What computes, by where a starting engine put the weights (seen: CPU_Mapped,
-    CUDA0, ROCm0, Vulkan0, MTL0_Mapped): cpu, cuda, rocm, vulkan, metal...; '' when
-    nothing was said."""
-    found = [m[1].lower() for m in (re.search(
-        r"([A-Za-z]+)\d*(?:_Mapped|_REPACK)? model buffer size", line)
-        for line in lines) if m]
-    gpus = [w for w in found if w not in ("cpu", "amx", "host")]
-    word = gpus[0] if gpus else "cpu" if found else ""
-    return _PROFILES.get(word, word)
+        "model", "kv", "recurrent", "compute", "output")), profile)
 
 
 def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
@@ -8652,7 +8642,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 # 23. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
-#    gfx_override, SUPPORT, box_text.
+#    gfx_override, SUPPORT, box_text, real_devices.
 #
 #    Names are never made from a template: the names of a release are parsed, filtered
 #    and ranked, so that both naming schemes (zip with cu12.4 and hip, tar.gz with
@@ -8930,18 +8920,20 @@ _DEVICE_PREFIX = {"cuda": ("CUDA",), "rocm": ("ROCm",), "vulkan": ("Vulkan",),
 _SOFTWARE_GPU = re.compile(r"llvmpipe|lavapipe|SwiftShader|Basic Render|softpipe", re.I)
 
 
+def real_devices(text: str) -> list:
+    """[(name, description, MiB, MiB free, the line)] of --list-devices: no accelerator
+    without memory, no processor in disguise (software Vulkan)."""
+    return [(m["name"], m["what"], int(m["total"]), int(m["free"]), m[0].strip())
+            for m in _DEVICE_LINE.finditer(text)
+            if int(m["total"]) and not _SOFTWARE_GPU.search(m["what"])]
+
+
 def device_lines(text: str, backend: str) -> list:
-    """The lines of --list-devices that prove this backend's device: its prefix, memory
-    above 0, and no processor in disguise (software Vulkan, OpenVINO's own CPU)."""
-    out = []
-    for m in _DEVICE_LINE.finditer(text):
-        if not m["name"].startswith(_DEVICE_PREFIX[backend] or ("\0",)) \
-                or int(m["total"]) == 0 or _SOFTWARE_GPU.search(m["what"]):
-            continue
-        if backend == "openvino" and not re.search(r"GPU|NPU", m["what"]):
-            continue
-        out.append(m[0].strip())
-    return out
+    """The lines of --list-devices that prove this backend's device: a real one with its
+    prefix, and not OpenVINO's own CPU."""
+    return [line for name, what, *_, line in real_devices(text)
+            if name.startswith(_DEVICE_PREFIX[backend] or ("\0",))
+            and (backend != "openvino" or re.search(r"GPU|NPU", what))]
 
 
 # ============================================================================
@@ -9782,7 +9774,7 @@ def parse_registry(text: str, path: str, raw: Any = None) -> Registry:
         raise check.wrong(("models",), "is no object", '{"NAME": {"file": "..."}}')
     found = {name: check.entry(name, value) for name, value in models.items()}
     active = raw.get("active") or ""
-    if active and active not in found:
+    if active and not (isinstance(active, str) and active in found):
         like = near_names(str(active), found, 1)
         raise check.wrong(("active",), f"({json.dumps(active)}) names no model",
                           f"perhaps {like[0]}?" if like else "")
@@ -9863,8 +9855,8 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade,
-#    bench_score, percentile, median_interval, weigh, judge, lost_asks.
+#    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
+#    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
 #    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
@@ -10093,16 +10085,6 @@ PUBLISHED = {"realistic_mixed": 90.2, "summarization": 97.1, "code_review": 98.2
              "agent_long_context": 95.2, "stress_adversarial": 57.2}
 
 
-def rehearse(name: str, sized: Sized) -> list:
-    "The turns of a workload if every reply were a few words; for counts and estimates."
-    steps, turns, reply = WORKLOADS[name](sized), [], None
-    with contextlib.suppress(StopIteration):
-        while True:
-            turns.append(steps.send(reply))
-            reply = "word " * turns[-1].max_tokens
-    return turns
-
-
 # ---- the oracle ---------------------------------------------------------------------
 class PrefixOracle:
     "An unlimited cache of exact prefixes that starts cold."
@@ -10119,6 +10101,17 @@ class PrefixOracle:
         "A prompt with what was generated, but the last token, is known from now on."
         self.asks += 1
         self.trie.insert(self.asks, after)
+
+
+def as_generated(retokenized: Sequence[Any], came: Sequence[Any]) -> int:
+    """How many leading tokens of a reply are those that were generated.
+
+    Compares the pieces of the text tokenized again with the pieces that came; a text
+    may be cut into other tokens than the model chose, and from there on no prompt that
+    holds the text has the generated tokens.
+    """
+    return next((i for i, (a, b) in enumerate(zip(retokenized, came)) if a != b),
+                min(len(retokenized), len(came)))
 
 
 # ---- what came of it ----------------------------------------------------------------
@@ -10203,8 +10196,8 @@ def weigh(runs: Sequence[Run]) -> dict:
     prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
     spent = [run.computed for run in runs]
     total = None if None in spent else sum(c for c in spent if c is not None)
-    later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
-    told = [a.prompt - a.new for a in later if a.new is not None]
+    later = max(1, len(good) - len(runs))     # the first ask of a run cannot be a hit
+    told = [a.prompt - a.new for a in good if a.new is not None]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
@@ -10213,8 +10206,8 @@ def weigh(runs: Sequence[Run]) -> dict:
         "efficiency": oracle / max(1, total) if total is not None else None,
         "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
         "hit_tokens_oracle": 1 - oracle / max(1, prompt),
-        "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
-        "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
+        "hit_asks": sum(n >= _HIT for n in told) / later if told else None,
+        "hit_asks_oracle": sum(a.known >= _HIT for a in good) / later,
         "ttft_ms": {"p50": percentile(times, .5), "p95": percentile(times, .95),
                     "min": min(times, default=None), "max": max(times, default=None)},
         "prefill_tokens_per_s": 1000 * sum(
@@ -10335,7 +10328,8 @@ def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
             rows.append(judge(name, arms))
             toki = arms.get("toki")
             rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
-                                for i, a, n in lost_asks(toki[0])[:5]] if toki else []
+                                for i, a, n in (lost_asks(toki[0], 10)[:3]
+                                                if toki else ())]
     return dict(state, rows=rows, missing=[
         n for n in plan["names"] if n not in {r["workload"] for r in rows}])
 
@@ -10571,7 +10565,7 @@ def _distribution(times: dict) -> str:
 def _efficiency_bars(rows: Sequence[dict]) -> str:
     "Efficiency of every arm on every workload."
     parts, y = [], 18
-    for x, word in ((210, "0"), (350, "0.5"), (490, "1: no token twice")):
+    for x, word in ((210, "0"), (510, "0.5"), (810, "1: nothing twice")):
         parts.append(_svg_text(x, 12, word, "middle"))
     top = y
     for row in rows:
@@ -10579,14 +10573,14 @@ def _efficiency_bars(rows: Sequence[dict]) -> str:
         parts.append(_svg_text(200, y + 5 * len(arms) + 5, row["workload"], "end"))
         for arm in arms:
             value = row["arms"][arm]["efficiency"]
-            parts += [f'<rect x="210" y="{y}" width="{280 * min(1.05, value):.1f}" '
+            parts += [f'<rect x="210" y="{y}" width="{600 * min(1.05, value):.1f}" '
                       f'height="8" fill="var(--{arm})"/>',
-                      _svg_text(496 if value > .97 else 214 + 280 * value, y + 8,
+                      _svg_text(816 if value > .97 else 214 + 600 * value, y + 8,
                             f"{value:.2f}")]
             y += 10
         y += 8
-    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 350, 490)]
-    return _svg(560, y + 4, lines + parts, "efficiency by workload and arm")
+    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 510, 810)]
+    return _svg(900, y + 4, lines + parts, "efficiency by workload and arm")
 
 
 def _timeline(row: dict, runs: dict) -> str:
@@ -10599,7 +10593,7 @@ def _timeline(row: dict, runs: dict) -> str:
     parts, width = [], 860 / max(1, asks)
     for lane, (arm, rows) in enumerate(lanes):
         base = 120 + lane * 140
-        parts.append(_svg_text(90, base - 50, _ARM_WORDS[arm].split(" ")[-1], "end"))
+        parts.append(_svg_text(98, base - 106, _ARM_WORDS[arm]))
         parts += [f'<path class=ax d="M96 {base}H960"/>',
                   _svg_text(90, base - 96, f"{most:,}", "end"),
                   _svg_text(90, base, "0", "end")]
@@ -10652,11 +10646,13 @@ def _summary(rows: Sequence[dict]) -> str:
         body.append((
             f"<b>{_esc(row['workload'])}</b><span class=what>"
             f"{_esc(WORKLOAD_WORDS.get(row['workload'], ''))}"
-            + (f". {_esc(note)}" if note else "") + "</span>",
+            + (f"; {_esc(note)}" if note else "") + "</span>",
             f"{ttft}<span class=what>{interval.rstrip(')')}</span>",
             _change(toki)[1], f"{_percent(toki['hit_tokens'])}<span class=what>of "
             f"{_percent(toki['hit_tokens_oracle'])} possible"
-            + (f"; published {published}" if published else "") + "</span>",
+            + (f"; published {published}" if published else "")
+            + (f", by asks; here {_percent(toki['hit_asks'], 0)} of them"
+               if row["workload"] == "agent_100" else "") + "</span>",
             "-" if points is None else f"{points:.1f}<span class=what><span class=bar "
             f'style="width:{points * .05:.1f}rem"></span></span>',
             f"<span class=grade>{toki.get('grade', '-')}</span>",
@@ -10713,9 +10709,11 @@ def bench_page(result: dict) -> str:
         f"<h1>How much of the reading is done twice?</h1><p class=soft>toki bench, "
         f"{_esc(time_text(setup['at']))}: {_esc(same['model'])} on "
         f"{_esc(setup['machine'])}</p>", *_PAGE_LEAD, _key(arms), _tiles(rows),
-        "<h2>Summary</h2><p>Changes compare toki with the same engine that reuses "
-        "nothing; negative times are shorter. In brackets the 95 % interval of the "
-        "median.</p>", _summary(rows),
+        "<h2>Summary</h2><p>TTFT is the time to the first token, prefill the speed "
+        "of reading. Changes compare toki with the same engine that reuses nothing: "
+        "negative times are shorter; below each the 95 % interval of the median. Hit: "
+        "tokens that were remembered, in percent. The last column is the grade of "
+        "llama-server by itself.</p>", _summary(rows),
         "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
         "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
         "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
@@ -10820,6 +10818,13 @@ class Disk:
         if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
             return raw.decode("utf-16")
         return raw.decode("utf-8-sig", "replace")
+
+    def read_object(self, path: str) -> dict:
+        "The JSON object in a file; {} when there is none that can be read."
+        value = None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            value = json.loads(self.read_text(path) or "{}")
+        return value if isinstance(value, dict) else {}
 
     def write(self, path: str, data: bytes) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
@@ -10932,6 +10937,7 @@ def is_local_url(url: str) -> bool:
 
 class Net:
     "Connections to engines and the question who has something to say."
+    timeouts = (TimeoutError, socket.timeout)        # one class since Python 3.10
 
     def connect(self, host: str, port: int,
                 timeout: float) -> http.client.HTTPConnection:
@@ -11410,7 +11416,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 # ============================================================================
 # 31. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, FIT, EDGES.  offers: Places, places, detect_memory,
+#    uses: WORDS, SETTINGS, FIT, ASSETS, EDGES.  offers: Places, places, detect_memory,
 #    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
 #    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
 #    start_logging, cpu_count, OwnerLog, fresh_log.
@@ -11523,17 +11529,13 @@ def vm_stat_memory(text: str) -> int:
 
 
 def listed_devices(text: str) -> list:
-    """[Gpu] of the engine's --list-devices; software renderers, accelerators without
-    memory and OpenVINO on the CPU are none."""
-    found = re.findall(r"(?m)^\s+(\S+?): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", text)
+    "[Gpu] of the engine's --list-devices; OpenVINO on the CPU is none."
     out = []
-    for name, words, total, free in found:
-        if int(total) and not re.search(
-                r"(?i)llvmpipe|lavapipe|swiftshader|basic render|softpipe", words) \
-                and not (name.startswith("OPENVINO") and "GPU" not in words):
+    for name, words, total, free, _ in real_devices(text):
+        if not name.startswith("OPENVINO") or "GPU" in words:
             gfx = re.search(r"(?i)\bgfx[0-9a-f]{3,4}\b", words)
-            out.append(Gpu(words, name.rstrip("0123456789"), int(total) << 20,
-                           int(free) << 20, gfx[0].lower() if gfx else ""))
+            out.append(Gpu(words, name.rstrip("0123456789"), total << 20, free << 20,
+                           gfx[0].lower() if gfx else ""))
     return out
 
 
@@ -11580,15 +11582,10 @@ def _amd_cards(edges: Edges) -> list:
 
 
 def _amd_names(edges: Edges) -> list:
-    "gfx names of the compute nodes: gfx_target_version 110501 is gfx1151."
-    base, out = "/sys/class/kfd/kfd/topology/nodes", []
-    for node in edges.disk.listing(base):
-        found = re.search(r"(?m)^gfx_target_version (\d+)",
-                          _text(edges, f"{base}/{node}/properties"))
-        if found and int(found[1]):
-            n = int(found[1])
-            out.append(f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}")
-    return out
+    "gfx names of the compute nodes."
+    base = "/sys/class/kfd/kfd/topology/nodes"
+    return [*filter(None, (gfx_of_kfd(_text(edges, f"{base}/{node}/properties"))
+                           for node in edges.disk.listing(base)))]
 
 
 def _shares_ram(vram: int, gtt: int) -> bool:
@@ -11672,18 +11669,14 @@ def detect_memory(edges: Edges, binary: str = "", system: str = sys.platform) ->
 
 def effective_shape(edges: Edges, where: Places, model: str) -> dict:
     "What the engine of this model file was last started with: ctx, slots, ...; or {}."
-    with contextlib.suppress(ValueError, AttributeError, TypeError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-        return dict(known.get("models", {}).get(model, {}))
+    with contextlib.suppress(LookupError, ValueError, TypeError):
+        return dict(edges.disk.read_object(where.file(_EFFECTIVE))["models"][model])
     return {}
 
 
 def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None:
     "Remember what the engine of this model file runs with; a full disk is no failure."
-    known: dict = {}
-    with contextlib.suppress(ValueError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-    models = known.get("models") if isinstance(known, dict) else None
+    models = edges.disk.read_object(where.file(_EFFECTIVE)).get("models")
     models = dict(models if isinstance(models, dict) else {}, **{model: shape})
     with contextlib.suppress(OSError):
         edges.disk.write(where.file(_EFFECTIVE), json.dumps(
@@ -11913,24 +11906,22 @@ class Engine:
 
     def __init__(self, url: str, key: str = "", edges: Edges = REAL,
                  facts: Optional[ModelFacts] = None, swa_full: bool = False):
-        try:
+        scheme = host = ""
+        with contextlib.suppress(ValueError):        # a port beyond 65535, for one
             parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
-            port = parts.port or 80
-        except ValueError:                   # a bracket, or a port that is none
-            parts, port = urllib.parse.urlsplit(""), 0
-        if parts.scheme != "http" or not parts.hostname:
+            scheme, host, port = parts.scheme, parts.hostname or "", parts.port or 80
+        if scheme != "http" or not host:
             raise UsageError(f"{url!r} is no address of an engine",
                              "it looks like http://127.0.0.1:8080")
         # localhost may resolve to ::1 first, where nobody listens (2 s on Windows)
-        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
-        self.host, self.port = host, port
-        self.url = f"http://{host}:{self.port}"
+        self.host, self.port = "127.0.0.1" if host == "localhost" else host, port
+        self.url = f"http://{f'[{host}]' if ':' in host else self.host}:{port}"
         self.base = parts.path.rstrip("/")
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
-        self.profile = ""                # what it computes on: "cpu", "cuda"...
+        self.profile = ""                # cpu, cuda...: a managed engine's log tells it
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -11994,7 +11985,7 @@ class Engine:
                 payload = response.read()
             except (OSError, http.client.HTTPException) as error:
                 conn.close()
-                if reused and not isinstance(error, TimeoutError):
+                if reused and not isinstance(error, self.edges.net.timeouts):
                     continue             # it was closed under us: once more, fresh
                 raise EngineGone(f"{self.url} stopped answering {path}: "
                                  f"{error or type(error).__name__}",
@@ -12041,6 +12032,9 @@ class Engine:
     def probe(self) -> EngineInfo:
         "Ask what this engine can do; only reads, but for a save that cannot happen."
         props = self.json("GET", "/props", timeout=10)
+        if not isinstance(props, dict):
+            raise EngineGone(f"{self.url}/props answered something that is no object",
+                             "is this a llama-server?")
         if props.get("role") == "router":
             raise UsageError("this llama-server runs as a router, without a model of "
                              "its own", "give the address of one that serves a model")
@@ -12219,8 +12213,11 @@ class EngineProcess:
 
     def _pump(self) -> None:
         "Copy the engine's output to its log; never stop draining, or it would block."
-        path = self.where.file("logs", "engine.log")
-        keep = OwnerLog(path, self.edges)
+        keep: logging.Handler = logging.NullHandler()
+        try:
+            keep = OwnerLog(self.where.file("logs", "engine.log"), self.edges)
+        except OSError as error:
+            log.warning("the engine's output is not kept: %s", error)
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
@@ -12598,12 +12595,16 @@ class Journal:
 
     def _open(self) -> sqlite3.Connection:
         db = self.edges.disk.database(self.path)
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > self.schema:
-            raise TokiError(f"the {self.word} is of a newer toki (schema {version})",
-                            "move it away or update toki")
-        self._prepare(db)
-        db.execute(f"PRAGMA user_version = {self.schema}")
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version > self.schema:
+                raise TokiError(f"the {self.word} is of a newer toki (schema "
+                                f"{version})", "move it away or update toki")
+            self._prepare(db)
+            db.execute(f"PRAGMA user_version = {self.schema}")
+        except BaseException:
+            db.close()
+            raise
         return db
 
     def _run(self) -> None:
@@ -12829,7 +12830,11 @@ class Recall(Journal):
     def _hear_locked(self) -> None:
         heard, self._heard = self._heard, []
         for messages, transcript, owner in heard:
-            reply = transcript.message()
+            try:
+                reply = transcript.message()
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("a reply is not remembered (%s)", error)
+                continue
             row = self._replies.remember(messages, reply, owner)
             if row and self.kept:
                 self.post("reply", row[0], json.dumps(row[1]))
@@ -13489,18 +13494,21 @@ class Feed:
 
     def __init__(self, clock: Any):
         self.clock = clock
+        self._door = threading.Lock()    # guards changes of the list, never a post
         self._listeners: list = []
 
     def listen(self) -> Optional[Listener]:
         "None when too many listen already."
-        if len(self._listeners) >= _FEED_LISTENERS:
-            return None
-        listener = Listener()
-        self._listeners = [*self._listeners, listener]
+        with self._door:
+            if len(self._listeners) >= _FEED_LISTENERS:
+                return None
+            listener = Listener()
+            self._listeners = [*self._listeners, listener]
         return listener
 
     def leave(self, listener: Listener) -> None:
-        self._listeners = [x for x in self._listeners if x is not listener]
+        with self._door:
+            self._listeners = [x for x in self._listeners if x is not listener]
 
     def book_event(self, event: Any) -> None:
         if self._listeners:
@@ -17200,6 +17208,7 @@ class Gateway:
 #    in many of the Pythons toki runs on, zipfile forgets links and modes.)
 # ============================================================================
 UNPACK_BYTES, UNPACK_FILES = 12 << 30, 20_000    # CUDA builds unpack to about 1.5 GB
+_LZMA_ERROR = getattr(getattr(zipfile, "lzma", None), "LZMAError", zlib.error)
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.I)
 
 
@@ -17390,7 +17399,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
             _take_tar(archive, into)
         into.make_links()
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError,
-            NotImplementedError) as error:
+            NotImplementedError, _LZMA_ERROR) as error:
         raise TokiError(f"{os.path.basename(archive)} is no whole archive: {error}",
                         "fetch it again") from None
     except FileExistsError as error:
@@ -17444,14 +17453,21 @@ def _pointers(where: Places, edges: Edges) -> list:
 
 
 def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
-    "The engine in a folder; None when there is no whole one."
+    "The engine in a folder; None when there is no whole one with a fit receipt."
     folder = os.path.join(where.engines, name)
     receipt: Any = {}
     with contextlib.suppress(ValueError):
         receipt = json.loads(
             edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
-    if not isinstance(receipt, dict) or receipt.get("schema", 0) > _RECEIPT_SCHEMA:
-        return None
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        if receipt.get("schema", 0) <= _RECEIPT_SCHEMA:
+            return _received(name, folder, receipt, edges)
+    return None
+
+
+def _received(name: str, folder: str, receipt: dict,
+              edges: Edges) -> Optional[Installed]:
+    "The engine as its receipt tells it; a value of the wrong kind raises."
     places_ = [str(receipt.get("server") or "")] if receipt else list(ENGINE_FILES)
     for place in places_:
         path = os.path.join(folder, *place.split("/"))
@@ -17880,7 +17896,7 @@ def probe_engine(program: str, backend: str, edges: Edges, where: Places,
                  smoke)
 
 
-def _smoke_start(argv: list, backend: str, edges: Edges, where: Places, env: dict,
+def _smoke_start(argv: list, edges: Edges, where: Places, env: dict,
                  port: int) -> tuple:
     "(exit code or None while it answered, what it wrote): load, one token, stop."
     path = where.file("logs", "smoke.log")
@@ -17918,7 +17934,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
             ["--model", model, "--host", "127.0.0.1", "--port", str(port),
              "--ctx-size", "512", "--parallel", "1", "--n-gpu-layers",
              "0" if backend == "cpu" else "99", "--no-ui", *more], help_text)
-        code, text = _smoke_start([program, *flags], backend, edges, where, env, port)
+        code, text = _smoke_start([program, *flags], edges, where, env, port)
         again = crash_remedy(code, flags, help_text) if code is not None else []
         if not again:
             break
@@ -19734,8 +19750,9 @@ class Daemon:
     def _check_memory(self, process: EngineProcess) -> None:
         "The engine is up: what it took against the plan, and its shape for everybody."
         fit, info = self.memory_plan, self.engine.info
-        self.engine.profile = engine_profile(process.first_words)
-        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+        report = read_engine_report(process.first_words)
+        self.engine.profile = report.profile
+        for sentence in plan_mismatches(fit, report):
             log.warning("memory otherwise than planned: %s", sentence)
         save_effective(self.edges, self.where, self.plan["model"], {
             "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
@@ -20407,19 +20424,11 @@ def served_model(url: tuple, token: str, edges: Edges) -> tuple:
     return entry["id"], int(entry.get("context_length") or 0)
 
 
-def _profile(c: Any, state: dict) -> str:
-    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
+def _profile(state: dict) -> str:
+    """cpu or gpu, as the daemon read it from its engine's first words.
     Unknown means cpu: patience costs nothing on a fast machine."""
     told = str((state.get("engine") or {}).get("profile") or "")
-    if told:
-        return "cpu" if told == "cpu" else "gpu"
-    with contextlib.suppress(ValueError, AttributeError):
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-        if (state.get("engine") or {}).get("managed") and plan.get("binary"):
-            _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
-            if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
-                return "gpu"
-    return "cpu"
+    return "cpu" if told in ("", "cpu") else "gpu"
 
 
 def _address(c: Any) -> tuple:
@@ -20443,7 +20452,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
     return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
-                 _profile(c, state), folder, s.claude_bare, s.claude_mcp,
+                 _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
 
@@ -23080,6 +23089,7 @@ class Asker:
 
     def __init__(self, engine: Engine, pin: Optional[int] = None):
         self.engine, self.pin = engine, pin
+        self.pieces: list = []           # of the latest reply, as they came
 
     def chat(self, messages: list, max_tokens: int = 16, **more: Any) -> tuple:
         "(text, first-token ms, timings, cache or None) of a streamed chat."
@@ -23089,6 +23099,7 @@ class Asker:
             body["id_slot"] = self.pin
         clock, began = self.engine.edges.clock, self.engine.edges.clock.now()
         text, first, timings, cache = [], None, None, None
+        self.pieces = text
         for event in self.engine.open("/v1/chat/completions",
                                       json.dumps(body).encode()).events():
             for choice in event.get("choices") or ():
@@ -23617,7 +23628,7 @@ class BenchPlan(NamedTuple):
     context: int = 4096
     seed: int = 1
     passes: int = 1
-    sample: int = 1          # the fresh arm answers every so manieth ask
+    sample: int = 1          # the fresh arm answers every so many asks
     url: str = ""            # a fourth arm
     url_engine: str = ""     # the engine behind it, for its counters
     other: str = ""          # a second model, for swap
@@ -23727,44 +23738,45 @@ class _Play:
             self.crowded |= self.open_asks > 1
         left_out = self.arm == "fresh" and place % self.sample
         try:
-            row, reply = self._left_out(key) if left_out else self._send(
+            row, pieces = self._left_out(key) if left_out else self._send(
                 messages, max_tokens, key, more)
         finally:
             with self.lock:
                 self.open_asks -= 1
-        self._note(place, messages, row, reply)
-        self.bench.tick(self.arm)
-        return self.script.setdefault(key, reply)
+        self._note(place, messages, row, pieces)
+        return self.script.setdefault(key, "".join(pieces))
 
     def _left_out(self, key: str) -> tuple:
         return Asked(0, 0, None, None, 0, None, key=key, asked=False), \
-            self.script.get(key, "")
+            [self.script.get(key, "")]
 
     def _send(self, messages: list, limit: int, key: str, more: dict) -> tuple:
         if self.arm == "fresh":
             more = dict(more, cache_prompt=False)
         before, at = self._counter(), self.bench.edges.clock.now() - self.began
-        row, reply = Asked(0, 0, None, None, 0, None, round(at, 3), key), ""
+        row, asker = Asked(0, 0, None, None, 0, None, round(at, 3), key), self.asker()
         try:
-            reply, first, t, cache = self.asker().chat(messages, limit, ignore_eos=True,
-                                                       **more)
+            _, first, t, cache = asker.chat(messages, limit, ignore_eos=True, **more)
         except TokiError as error:
-            return row._replace(error=error.message), ""
+            return row._replace(error=error.message), []
         after, cache = self._counter(), cache or {}
         alone = not self.crowded and before is not None and after is not None
         return row._replace(
             cached=t.cache_n if t else None, generated=t.predicted_n if t else 0,
             computed=after - before if alone else None,
             ttft_ms=round(first, 3) if first else None, ask=cache.get("ask", 0),
-            source=cache.get("source", ""), why=cache.get("why", "")), reply
+            source=cache.get("source", ""), why=cache.get("why", "")), asker.pieces
 
-    def _note(self, place: int, messages: list, row: Asked, reply: str) -> None:
+    def _note(self, place: int, messages: list, row: Asked, pieces: list) -> None:
         "Put an ask beside what the oracle makes of it."
-        engine = self.bench.reader or self.rig.engine
+        engine, reply = self.rig.engine, "".join(pieces)
         prompt = engine.render(json.dumps({"messages": messages}).encode())
         tokens = array("I", engine.tokenize(prompt, True))
-        after = array("I", engine.tokenize(prompt + reply, True))
-        stored = after[:-1] if len(after) > len(tokens) else tokens
+        again = engine.json("POST", "/tokenize", {
+            "content": reply, "parse_special": True, "with_pieces": True})["tokens"]
+        same = as_generated([t["piece"] for t in again], pieces)
+        stored = tokens + array("I", [t["id"] for t in again[:min(
+            same, max(0, row.generated - 1))]])
         with self.lock:
             known = self.oracle.known(tokens)
             self.oracle.add(stored)
@@ -23802,14 +23814,12 @@ class Bench:
                  keep: Callable[[dict], None], old: Optional[dict] = None):
         self.plan, self.binary, self.model, self.edges = plan, binary, model, edges
         self.where, self.config, self.say, self.keep = where, config, say, keep
-        self.reader: Optional[Engine] = None
         self.setup = self._setup()
         old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
             else {}
         self.done: dict = dict((old or {}).get("runs", {}))
         self.rates: dict = {}
-        self.label, self.ticks, self.expected = "", 0, 0
-        self.finished, self.began = 0.0, edges.clock.now()
+        self.began = edges.clock.now()
 
     def _setup(self) -> dict:
         "Machine, model, build, flags: what another needs to repeat it."
@@ -23859,17 +23869,18 @@ class Bench:
     def play(self) -> dict:
         "All of the plan that is not done yet; returns the state."
         parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
+        finished = 0
         for i, (name, n, arm) in enumerate(parts):
             key = f"{name}/{n}/{arm}"
             if key in self.done:
                 continue
-            self.label, self.ticks = f"[{i + 1}/{len(parts)}] {name}, {arm}", 0
+            label = f"[{i + 1}/{len(parts)}] {name}, {arm}"
             script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
             run = _Play(self, arm, script, self._sample(name)).run(name)
-            self.finished += 1
+            finished += 1
             left = len(parts) - i - 1
-            pace = (self.edges.clock.now() - self.began) / self.finished
-            self.say(f"{self.label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
+            pace = (self.edges.clock.now() - self.began) / finished
+            self.say(f"{label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
                 f", ~{fmt_age(pace * left)} left" if left else ""))
             self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
             self.keep(self.state(False))
@@ -23880,9 +23891,6 @@ class Bench:
         if name not in WORKLOADS or name == "no_overlap":
             return 1
         return self.plan.sample
-
-    def tick(self, arm: str) -> None:
-        self.ticks += 1
 
     def state(self, complete: bool) -> dict:
         return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
@@ -24155,6 +24163,7 @@ input, select, textarea {
   background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
   padding: 0.4rem 0.55rem; max-width: 100%;
 }
+::placeholder { color: var(--soft); opacity: 1; }
 :focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
 .soft { color: var(--soft); }
 .fig { font-variant-numeric: tabular-nums; }
@@ -24208,7 +24217,7 @@ main { min-width: 0; height: 100dvh; }
   border-bottom: 1px solid var(--line); }
 .bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap; font-size: 1.2rem; }
-.bar select { max-width: 16rem; }
+.bar select { max-width: 16rem; text-overflow: ellipsis; }
 #scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
 #messages, .composer { max-width: 45rem; margin: 0 auto; }
 #messages.wide { max-width: 80rem; }
@@ -24315,11 +24324,11 @@ ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none;
 /* --- cache --- */
 #cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
 #cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
-.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
-  justify-content: space-between; margin: 0 auto; }
+.figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr));
+  gap: 1rem 2.5rem; margin: 0 auto; }
 .figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
   font-variant-numeric: lining-nums; }
-.figures span { color: var(--soft); font-size: 0.875rem; }
+.figures span { color: var(--soft); font-size: 0.875rem; text-wrap: balance; }
 #cache > section { margin-top: 2.6rem; }
 .head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
   margin-bottom: 0.8rem; }
@@ -24409,7 +24418,8 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   #cache { padding: 1.1rem 0.9rem 3rem; }
   .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
   .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
-  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  .forest li { gap: 0.35rem; } .forest li .more { display: none; }
+  .forest li button { padding: 0.1rem 0.3rem; }
   #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
   .message .tools, .talks li button.small { opacity: 1; }
 }
@@ -24518,6 +24528,8 @@ status</code>.</p></noscript>
 </section>
 </main>
 <div class="away" role="status" aria-live="polite" id="say"></div>
+<div class="away" role="log" aria-live="polite" aria-label="Reply as it comes"
+ id="heard"></div>
 
 <dialog id="login" aria-labelledby="h-login"><form method="dialog">
  <h2 id="h-login">This needs the token</h2>
@@ -24942,6 +24954,25 @@ function wordDiff(a, b) {
     }
   }
   put("same", x.slice(p).join(""));
+  return whole(out);
+}
+/* Changes with nothing but blanks between them are one change: read as phrases. */
+function whole(parts) {
+  const out = [];
+  let less = "", more = "";
+  const flush = () => {
+    if (less) out.push(["less", less]);
+    if (more) out.push(["more", more]);
+    less = more = "";
+  };
+  parts.forEach(([kind, text], i) => {
+    const between = kind === "same" && !text.trim() && (less || more)
+      && i + 1 < parts.length;
+    if (kind === "same" && !between) { flush(); out.push([kind, text]); return; }
+    if (kind !== "more") less += text;
+    if (kind !== "less") more += text;
+  });
+  flush();
   return out;
 }
 const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
@@ -25251,6 +25282,7 @@ async function stream(part, body, message, signal) {
         if (delta.content) part.text += delta.content;
       }
       if (event.cache) part.cache = event.cache;
+      if (part === message) aloud(part.text);
       refresh(message);
     }
   } catch (error) {
@@ -25261,12 +25293,23 @@ async function stream(part, body, message, signal) {
   delete part.state;
   return !part.error && !part.stopped;
 }
+/* A screen reader hears a reply while it grows, a sentence or a line at a time. */
+let told = 0;
+function aloud(text, end) {
+  const rest = text.slice(told), cut = /^[^]*(?:[.!?:]\s|\n)/.exec(rest);
+  const part = end ? rest : cut ? cut[0] : "";
+  told += part.length;
+  if (part.trim()) $("heard").append(el("p", { text: part.trim() }));
+}
 async function reply(talk) {
   const how = mode(), upTo = talk.messages.slice();
   const message = { role: "assistant", text: "", model: $("model").value };
   if (how === "compare") message.raw = { text: "" };
   talk.messages.push(message);
   running = { talk, message, abort: new AbortController() };
+  told = 0;
+  $("heard").replaceChildren();
+  say("toki replies");
   const { signal } = running.abort;
   store(talk);
   if (talk === here) drawChat();
@@ -25284,6 +25327,7 @@ async function reply(talk) {
     message.error = error.message;
   }
   running = null;
+  aloud(message.text, true);
   if (talks.has(talk.id)) store(talk);
   const place = $("scroll").scrollTop;
   if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
@@ -25348,12 +25392,15 @@ function drawFigures() {
   const c = state.counters, rate = state.rates.prefill_ms_per_token;
   const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
   const digits = share > 99 || share < 10 ? 1 : 0;
+  const computed = c.computed_tokens + c.side_tokens;      // heads made ahead count too
   const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
-    "of prompt tokens were reused"],
-  [num(c.reused_tokens), "tokens not computed again"],
-  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
-  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
-    `less to compute, over ${many(c.asks, "ask")}`]];
+    "reuse share: prompt tokens that the engine's own count says it did not compute"],
+  [num(c.reused_tokens), `of ${num(c.prompt_tokens)} prompt tokens reused, over `
+    + many(c.asks, "ask")],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown",
+    "of prefill saved, at the speed measured here"],
+  [computed ? `${(c.prompt_tokens / computed).toFixed(1)}×` : "–",
+    "prompt tokens for each one computed, heads made ahead included"]];
   $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
     el("b", { class: "fig", text: figure }), el("span", { text }))));
 }
@@ -25460,9 +25507,9 @@ function snapRow(s) {
   return el("li", null, el("span", { class: "mark snap" }),
     el("div", null, (s.label || `Saved ${s.sort}`)
       + (s.pinned ? ", pinned" : ""),
-      el("p", { class: "fig", text: `${many(s.size, "token")}, `
-        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
-          : "unused yet"}` })),
+      el("p", { class: "fig", text: many(s.size, "token") }, el("span",
+        { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
+          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
@@ -26569,6 +26616,107 @@ def cmd_settings(c: Context) -> int:
     return 0
 
 
+def _completions() -> dict:
+    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
+    helps = {s.name: s.help for s in SETTINGS}
+    out: dict = {"": list(GROUPS.items())}
+    for command in COMMANDS.values():
+        group, _, verb = command.name.rpartition(" ")
+        out.setdefault(group, []).append((verb, command.help))
+        follow = out.setdefault(command.name, [])
+        for names, options in command.args:
+            text = options.get("help") or ""
+            if names[0].startswith("-"):
+                if text != argparse.SUPPRESS:
+                    follow.append((names[-1], text))
+            else:
+                follow += [(w, "") for w in options.get("choices") or () if w]
+        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
+    return out
+
+
+# What follows the command's words; the groups' own words are two deep.
+_SHELLS = {
+    "bash": ("""_toki() {
+    local key="${COMP_WORDS[1]}" found=
+    case "$key" in
+        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || key=
+    case "$key" in
+@CASES@
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "zsh": ("""#compdef toki
+_toki() {
+    local key="$words[2]" found=
+    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
+    (( CURRENT > 2 )) || key=
+    case "$key" in
+@CASES@
+    esac
+    compadd -- ${=found}
+    [[ "$words[CURRENT]" == -* ]] || _files
+}
+compdef _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "powershell": ("""\
+Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
+    param($word, $ast, $at)
+    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
+    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
+    $table = @{
+@CASES@
+    }
+    $key = "$($typed[0])"
+    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
+        $key = "$key $($typed[1])"
+    }
+    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
+        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
+}
+""", "        '{key}' = '{words}'")}
+
+
+def _fish_completion() -> str:
+    "fish has its own way: one line for each word."
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    lines = ["complete -c toki -n __fish_use_subcommand -f"]
+    for key, words in _completions().items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
+        if key in GROUPS:                # only until one of its verbs stands there
+            seen += "; and not __fish_seen_subcommand_from " + " ".join(
+                w for w, _ in words)
+        for word, text in words:
+            way = f"-l {word[2:]}" if word.startswith("--") else \
+                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
+            when = quoted(seen or "__fish_use_subcommand")
+            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def completion_script(shell: str) -> str:
+    "A script that completes toki's commands, flags and settings in this shell."
+    if shell == "fish":
+        return _fish_completion()
+    text, case = _SHELLS[shell]
+    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
+                      for k, words in _completions().items())
+    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
+
+
+@_command(_arg("shell", choices=("bash", "zsh", "fish", "powershell"),
+               help="bash, zsh, fish or powershell"), settings=())
+def cmd_completion(c: Context) -> int:
+    """Print the script that completes toki's words in a shell."""
+    c.edges.term.write(completion_script(c.ns.shell))
+    return 0
+
+
 @_command(_JSON, settings=())
 def cmd_version(c: Context) -> int:
     """Print the version."""
@@ -26665,7 +26813,8 @@ def _bench_plan(c: Context) -> BenchPlan:
 
 def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
     "The workloads on three arms; an interrupted bench goes on where it was."
-    store = c.ns.json if c.ns.json not in ("", "-") else where.file("bench.json")
+    store = c.edges.disk.absolute(c.ns.json) if c.ns.json not in ("", "-") \
+        else where.file("bench.json")
     quiet = c.ns.json == "-"
     old = None
     with contextlib.suppress(UsageError):
@@ -26684,7 +26833,8 @@ def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
         run["replies"] = None            # they served the comparison of outputs
     keep(result)
     if c.ns.html:
-        c.edges.disk.write(c.ns.html, bench_page(result).encode())
+        c.edges.disk.write(c.edges.disk.absolute(c.ns.html),
+                           bench_page(result).encode())
     c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
           + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
     return 0
