@@ -6524,6 +6524,38 @@ class WiredRoom(LaunchCase):
         self.assertFalse(os.path.exists(os.path.join(self.home, ".pi/agent/models.json")))
         self.assertEqual(toki.rewire_all(c), [])
 
+    @unittest.skipIf(os.name == "nt", "links need a right there")
+    def test_a_link_stays_a_link(self):
+        "Configurations kept elsewhere and linked to their place."
+        c = self.context(self.daemon(self.fake(model="m9")))
+        kept = self.put("dotfiles/settings.json", '{"model": "opus"}')
+        place = os.path.join(self.home, ".claude", "settings.json")
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.symlink(kept, place)
+        toki.wire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertIn(b"m9", self.raw("dotfiles/settings.json"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertEqual(self.raw("dotfiles/settings.json"), b'{"model": "opus"}')
+
+    def test_without_the_kept_bytes_only_what_toki_put_in_goes(self):
+        c = self.context(self.daemon(self.fake(model="m9")))
+        self.put(".claude/settings.json", '{"theme": "dark"}')
+        toki.wire_client("claude", c, yes=True)
+        os.unlink(c.where.file("wired", "claude-0.before"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertEqual(json.loads(self.raw(".claude/settings.json")),
+                         {"theme": "dark"})
+
+    def test_damaged_records_are_no_records(self):
+        c = self.context(self.daemon(self.fake()))
+        for text in (b"[]", b"7", b"{"):
+            toki.REAL.disk.write(c.where.file("wired.json"), text)
+            self.assertEqual(toki.rewire_all(c), [])
+            with self.assertRaises(toki.UsageError):
+                toki.unwire_client("claude", c, yes=True)
+
     def test_those_that_cannot_be_wired_say_so(self):
         c = self.context(self.daemon(self.fake()))
         for call, words in ((lambda: toki.wire_client("kimi", c, yes=True), "toki launch kimi"),
@@ -8219,6 +8251,23 @@ class Fetch(FetchCase):
         self.get(secret={"Authorization": "Bearer hush"})
         seen = [(p.split("/")[1], h.get("Authorization")) for p, h in self.web.log]
         self.assertEqual(seen, [("dl", "Bearer hush"), ("cdn", None)])
+
+    def test_a_length_that_is_no_number_is_no_length(self):
+        class Odd:
+            status, headers = 200, {"Content-Length": "many"}
+
+            def __init__(self, data):
+                self.read = io.BytesIO(data).read
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+        net = toki.Net()
+        net.visit = lambda url, headers, timeout: Odd(self.data)
+        self.edges = self.edges._replace(net=net)
+        self.assertEqual(self.get(size=0), self.sum)
 
     def test_dead_ends_are_named(self):
         self.url = f"http://127.0.0.1:{self.web.port}/dl/t/none"

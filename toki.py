@@ -10778,6 +10778,10 @@ class Disk:
             value = json.loads(self.read_text(path) or "{}")
         return value if isinstance(value, dict) else {}
 
+    def write_json(self, path: str, value: Any) -> None:
+        "`write` of a value as indented JSON."
+        self.write(path, json.dumps(value, indent=1).encode())
+
     def write(self, path: str, data: bytes) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
         self.folder(os.path.dirname(path))
@@ -10826,6 +10830,7 @@ class Disk:
     exists = staticmethod(os.path.exists)
     is_file = staticmethod(os.path.isfile)
     size = staticmethod(os.path.getsize)
+    real = staticmethod(os.path.realpath)
     absolute = staticmethod(lambda path: os.path.abspath(os.path.expanduser(path)))
 
     def listing(self, path: str) -> list:
@@ -11631,8 +11636,7 @@ def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None
     models = edges.disk.read_object(where.file(_EFFECTIVE)).get("models")
     models = dict(models if isinstance(models, dict) else {}, **{model: shape})
     with contextlib.suppress(OSError):
-        edges.disk.write(where.file(_EFFECTIVE), json.dumps(
-            {"schema": 1, "models": models}, indent=1).encode())
+        edges.disk.write_json(where.file(_EFFECTIVE), {"schema": 1, "models": models})
 
 
 def cpu_count() -> int:
@@ -12330,16 +12334,9 @@ class _Again(Exception):
         self.status, self.pause = status, pause
 
 
-def _note(part: str, edges: Edges) -> dict:
-    with contextlib.suppress(ValueError):
-        value = json.loads(edges.disk.read_text(part + ".json") or "{}")
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
 def _begun(part: str, url: str, size: int, sha256: str, edges: Edges) -> tuple:
     "(bytes that may be continued, ETag they came with)."
-    note = _note(part, edges)
+    note = edges.disk.read_object(part + ".json")
     have = edges.disk.size(part) if edges.disk.is_file(part) else 0
     same = note.get("sha256") == sha256 and note.get("url") == url \
         and note.get("size") == size
@@ -12375,10 +12372,11 @@ def _attempt(url: str, part: str, edges: Edges, size: int, sha256: str,
                             code=answer.headers.get("X-Error-Code"),
                             extra={"words": answer.headers.get("X-Error-Message")})
         have = _accepted(answer, have, size, part, edges)
-        total = size or have + int(answer.headers.get("Content-Length") or 0)
-        edges.disk.write(part + ".json", json.dumps({
+        length = answer.headers.get("Content-Length") or ""
+        total = size or (have + int(length) if re.fullmatch(r"\d{1,18}", length) else 0)
+        edges.disk.write_json(part + ".json", {
             "url": url, "size": size, "sha256": sha256,
-            "etag": _strong(answer.headers.get("ETag"))}).encode())
+            "etag": _strong(answer.headers.get("ETag"))})
         with edges.disk.append_handle(part) as f:
             while True:
                 block = answer.read(1 << 18)
@@ -17407,8 +17405,8 @@ def current_engine(where: Places, edges: Edges) -> Optional[Installed]:
 
 
 def write_receipt(folder: str, edges: Edges, **facts: Any) -> None:
-    edges.disk.write(os.path.join(folder, _RECEIPT), json.dumps(
-        dict(facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()), indent=1).encode())
+    edges.disk.write_json(os.path.join(folder, _RECEIPT), dict(
+        facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()))
 
 
 def activate(name: str, where: Places, edges: Edges) -> None:
@@ -19518,14 +19516,6 @@ _GIVE_UP_AFTER = 5           # starts in a row that never became ready
 _SETTLED_S = 2.0             # an ask sent to an engine beside has arrived by then
 
 
-def _read_json(edges: Edges, path: str) -> dict:
-    with contextlib.suppress(ValueError):
-        value = json.loads(edges.disk.read_text(path) or "{}")
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
 def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
                 body: Any = None, token: str = "", timeout: float = 30) -> Any:
     "Ask a daemon; EngineGone when nobody answers, TokiError when it refuses."
@@ -19538,7 +19528,7 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 
     A pid is believed only with the start time that was recorded beside it.
     """
-    record = _read_json(edges, where.file(_DAEMON))
+    record = edges.disk.read_object(where.file(_DAEMON))
     pid, birth = record.get("pid"), record.get("birth")
     if isinstance(pid, int) and birth and edges.proc.birth(pid) == birth:
         return record
@@ -19548,7 +19538,7 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
                  facts: ModelFacts) -> MemoryPlan:
     "What fits now, for this engine and model, with the flags it is known to need."
-    known = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+    known = read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
         plan["binary"] + " " + plan["model"]))
     wishes = wishes_of(config)
     return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
@@ -19599,7 +19589,7 @@ class Daemon:
         edges.disk.write(key_file, key.encode() + b"\n")
         self.help_text = engine_help(plan["binary"], edges)
         if self.remedies == Remedies():
-            self.remedies = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+            self.remedies = read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
                 plan["binary"] + " " + plan["model"]))
         flags, dropped = engine_flags(
             self.help_text, facts, model=plan["model"], port=port,
@@ -19709,10 +19699,10 @@ class Daemon:
         log.warning("the engine ended while loading (%s); %s; remembered for this "
                     "model in %s", ended, more.why + (
                         f" (for good: {more.hint})" if more.hint else ""), path)
-        known = _read_json(self.edges, path)
+        known = self.edges.disk.read_object(path)
         known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies._asdict()
         with contextlib.suppress(OSError):
-            self.edges.disk.write(path, json.dumps(known, indent=1).encode())
+            self.edges.disk.write_json(path, known)
         return True
 
     # ---- another model --------------------------------------------------------
@@ -19840,7 +19830,7 @@ class Daemon:
             self._end_stale_engine(self.where.file("fleet", name, _DAEMON))
 
     def _end_stale_engine(self, record: str) -> None:
-        old = _read_json(self.edges, record)
+        old = self.edges.disk.read_object(record)
         pid, birth = old.get("engine_pid"), old.get("engine_birth")
         if isinstance(pid, int) and birth and self.edges.proc.birth(pid) == birth:
             log.warning("ending the engine (pid %d) that an earlier toki left", pid)
@@ -20330,12 +20320,11 @@ def _profile(c: Any, state: dict) -> str:
     told = str((state.get("engine") or {}).get("profile") or "")
     if told:
         return "cpu" if told == "cpu" else "gpu"
-    with contextlib.suppress(ValueError, AttributeError):
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-        if (state.get("engine") or {}).get("managed") and plan.get("binary"):
-            _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
-            if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
-                return "gpu"
+    plan = c.edges.disk.read_object(c.where.file("active.json"))
+    if (state.get("engine") or {}).get("managed") and plan.get("binary"):
+        _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
+        if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
+            return "gpu"
     return "cpu"
 
 
@@ -20680,13 +20669,19 @@ def unwired_text(form: str, text: str, over: dict, before: str) -> str:
 
 # ---- files ------------------------------------------------------------------
 def _records(c: Any) -> dict:
-    with contextlib.suppress(ValueError):
-        return json.loads(c.edges.disk.read_text(c.where.file(_WIRED)) or "{}")
-    return {}
+    return c.edges.disk.read_object(c.where.file(_WIRED))
 
 
 def _remember(c: Any, records: dict) -> None:
-    c.edges.disk.write(c.where.file(_WIRED), json.dumps(records, indent=1).encode())
+    c.edges.disk.write_json(c.where.file(_WIRED), records)
+
+
+def _put(path: str, data: Optional[bytes], edges: Edges) -> None:
+    "The file itself (None: none), also where `path` is a link: that stays."
+    if data is None:
+        edges.disk.remove(edges.disk.real(path))
+    else:
+        edges.disk.write(edges.disk.real(path), data)
 
 
 def _bytes_of(path: str, edges: Edges) -> Optional[bytes]:
@@ -20764,7 +20759,7 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
                         "written": hashlib.sha256(new.encode()).hexdigest()})
     _remember(c, dict(records, **{wire_.name: entries}))
     for path, _, _, _, new in made:
-        c.edges.disk.write(path, new.encode())
+        _put(path, new.encode(), c.edges)
     c.say(f"{name} uses {facts.model} with {fmt_n(facts.ctx)} tokens from now on; "
           f"`toki unwire {name}` takes it back")
     return True
@@ -20773,8 +20768,10 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
 def _given_back(entry: dict, edges: Edges) -> Optional[bytes]:
     "The bytes a file should have without toki; None: it should not be there."
     data = _bytes_of(entry["path"], edges)
-    before = _bytes_of(entry["backup"], edges) or b""
-    if data is None or hashlib.sha256(data).hexdigest() == entry["written"]:
+    before = _bytes_of(entry["backup"], edges)
+    lost = entry["existed"] and before is None
+    if data is None or (hashlib.sha256(data).hexdigest() == entry["written"]
+                        and not lost):
         return before if entry["existed"] else None
     return unwired_text(entry["form"], _plain_text(data, entry["path"]), entry["over"],
                         _plain_text(before, entry["backup"])).encode()
@@ -20794,10 +20791,7 @@ def unwire_client(name: str, c: Any, yes: bool = False) -> bool:
     if not _agree(c, yes, "write this?"):
         return False
     for entry, data in plan:
-        if data is None:
-            c.edges.disk.remove(entry["path"])
-        else:
-            c.edges.disk.write(entry["path"], data)
+        _put(entry["path"], data, c.edges)
     _remember(c, {k: v for k, v in records.items() if k != word})
     for entry, _ in plan:
         c.edges.disk.remove(entry["backup"])
@@ -20820,7 +20814,7 @@ def rewire_all(c: Any) -> list:
                 over = targets[entry["path"]]
                 base = _given_back(entry, c.edges)
                 new = wired_text(entry["form"], _plain_text(base, entry["path"]), over)
-                c.edges.disk.write(entry["path"], new.encode())
+                _put(entry["path"], new.encode(), c.edges)
                 entry.update(over=over, existed=base is not None,
                              written=hashlib.sha256(new.encode()).hexdigest())
                 c.edges.disk.write(entry["backup"], base or b"")
