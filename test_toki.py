@@ -6007,6 +6007,14 @@ class Machine(Case):
 
 
 class Stack(Case):
+    def test_a_daemon_is_reached_on_whatever_it_listens(self):
+        for host, want in (("127.0.0.1", "http://127.0.0.1:9"), ("::1", "http://[::1]:9"),
+                           ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9"),
+                           ("box.lan", "http://box.lan:9"), ("", "http://127.0.0.1:9")):
+            self.assertEqual(toki.http_address(host, 9), want)
+        with self.assertRaises(toki.EngineGone):     # it was called no address at all
+            toki.daemon_json(toki.REAL, "::1", toki.REAL.net.free_port(), "GET", "/health")
+
     def test_second_daemon_on_one_state_folder_is_refused(self):
         fake = self.fake()
         d = self.daemon(fake)

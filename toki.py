@@ -10726,7 +10726,7 @@ def _method(result: dict) -> list:
 # ============================================================================
 # 30. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
-#    is_local_url, PosixConsole, WindowsConsole.
+#    is_local_url, http_address, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -10890,6 +10890,12 @@ def is_local_url(url: str) -> bool:
     "Does this address stay on this machine?"
     host = urllib.parse.urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def http_address(host: str, port: int) -> str:
+    "Where this machine reaches what listens on `host`, which may mean all addresses."
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Net:
@@ -19519,7 +19525,7 @@ _SETTLED_S = 2.0             # an ask sent to an engine beside has arrived by th
 def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
                 body: Any = None, token: str = "", timeout: float = 30) -> Any:
     "Ask a daemon; EngineGone when nobody answers, TokiError when it refuses."
-    front = Engine(f"http://{host}:{port}", token, edges)
+    front = Engine(http_address(host, port), token, edges)
     return front.json(method, path, body, timeout)
 
 
@@ -19945,9 +19951,7 @@ class Daemon:
         keeper.on_idle.append(once)
 
     def url(self) -> str:
-        host = self.config.host
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.server.server_port}"
+        return http_address(self.config.host, self.server.server_port)
 
     def run(self) -> None:
         "Serve until stopped; a second signal skips the graceful part."
@@ -20060,7 +20064,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     """
     record = running_daemon(where, edges)
     if record is not None:
-        say(f"toki runs already: http://{record['host']}:{record['port']}/v1 "
+        say(f"toki runs already: {http_address(record['host'], record['port'])}/v1 "
             f"(pid {record['pid']}); `toki down` stops it")
         return record
     given = config
@@ -20099,7 +20103,7 @@ def _await_ready(process: Any, config: Config, where: Places, edges: Edges,
         if record:
             with contextlib.suppress(TokiError):
                 health = json.loads(Engine(
-                    f"http://{record['host']}:{record['port']}", "", edges).call(
+                    http_address(record["host"], record["port"]), "", edges).call(
                         "GET", "/health", timeout=5)[1])
         if health.get("status") == "ok":
             return record
@@ -20139,7 +20143,7 @@ def self_check(record: dict, edges: Edges) -> list:
         results.append(daemon_json(edges, record["host"], record["port"], "POST",
                                    "/v1/chat/completions", body, timeout=600)["cache"])
     first, second = results
-    base = f"http://{record['host']}:{record['port']}/v1"
+    base = http_address(record["host"], record["port"]) + "/v1"
     return [
         f"second ask: {fmt_n(second['reused_tokens'])} of "
         f"{fmt_n(second['prompt_tokens'])} tokens reused, first token "
@@ -20345,10 +20349,9 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     token = local_token(c.edges, c.where, create=False)
     model, ctx = served_model((host, port), token, c.edges)
     state = daemon_json(c.edges, host, port, "GET", "/toki/state", None, token)
-    name = f"[{host}]" if ":" in host else host
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
-    return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
+    return Facts(http_address(host, port), token or "toki", model, ctx, out,
                  _profile(c, state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
@@ -20356,7 +20359,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
 def _placeholders(c: Any, folder: str) -> Facts:
     host, port = _address(c)
     s = c.config
-    return Facts(f"http://{host}:{port}", _HIDDEN, "MODEL", 0, 0, "cpu", folder,
+    return Facts(http_address(host, port), _HIDDEN, "MODEL", 0, 0, "cpu", folder,
                  s.claude_bare, s.claude_mcp, s.claude_effort, s.claude_timeout_ms)
 
 
@@ -20449,7 +20452,7 @@ def _ensure_daemon(c: Any) -> None:
             "toki does not run; start it now (toki up)?"):
         stack_up(c.config, c.where, c.edges, False, c.say)
         return
-    raise EngineGone(f"nothing answers at http://{host}:{port}",
+    raise EngineGone(f"nothing answers at {http_address(host, port)}",
                      "start it with `toki up`, or name it with --host and --port")
 
 
