@@ -9814,6 +9814,11 @@ class PullRoom(ModelsCase):
         self.assertIn("not taken", "\n".join(self.said))
         self.assertNotIn("hf_old", "\n".join(self.said))
 
+    def test_a_hubs_words_cannot_steer_the_terminal(self):
+        for headers, value in (({"X-Error-Message": "no\x1b]0;x\x07 way\x9b2J"}, None),
+                               ({}, {"error": "no\x1b]0;x\x07 way\x9b2J"})):
+            self.assertEqual(toki._words(headers, value), "no ]0;x way 2J")
+
     def test_the_token_stays_with_the_hub(self):
         self.hub.codes = {self.REPO: ((401, "GatedRepo", ""),) * 2}
         self.hub.tokens[self.REPO] = {"hf_good"}

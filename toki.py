@@ -12210,7 +12210,7 @@ class EngineProcess:
 # ============================================================================
 # 33. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
-#    TransferProgress, pause_asked.
+#    TransferProgress, PercentLine, pause_asked.
 #
 #    A download grows in FILE.part, with a note beside it of what it belongs to; it is
 #    continued only when the note still holds and the server answers the asked range.
@@ -12283,15 +12283,28 @@ def get_json(url: str, edges: Edges, headers: Optional[dict] = None,
         return page.status, page.headers, None
 
 
-class TransferProgress:
-    """Bytes, speed and time left of a download as one live line, or as a plain line
-    every ten percent."""
+class PercentLine:
+    "Progress as one live line, or as a plain line every ten percent."
+
+    def __init__(self, edges: Edges, say: Callable[[str], None]):
+        self.edges, self.say, self.shown = edges, say, -10
+
+    def show(self, percent: int, text: str) -> None:
+        if self.edges.term.is_tty():
+            self.edges.term.status(text)
+        elif percent >= self.shown + 10:
+            self.shown = percent // 10 * 10
+            self.say(text)
+
+
+class TransferProgress(PercentLine):
+    "Bytes, speed and time left of a download."
 
     def __init__(self, what: str, edges: Edges, say: Callable[[str], None]):
-        self.what, self.edges, self.say = what, edges, say
+        super().__init__(edges, say)
+        self.what = what
         self.at: Optional[tuple] = None      # (seconds, bytes) of the last reading
         self.rate = 0.0                      # bytes/s, averaged over about 5 s
-        self.shown = -10
 
     def __call__(self, have: int, size: int) -> None:
         now = self.edges.clock.now()
@@ -12315,13 +12328,9 @@ class TransferProgress:
             text += f", {fmt_bytes(self.rate)}/s"
             if have < size:
                 text += f", about {fmt_age((size - have) / self.rate)} left"
-        if self.edges.term.is_tty():
-            self.edges.term.status(text)
-            if have >= size:
-                self.edges.term.out()
-        elif percent >= self.shown + 10:
-            self.shown = percent // 10 * 10
-            self.say(text)
+        self.show(percent, text)
+        if have >= size and self.edges.term.is_tty():
+            self.edges.term.out()
 
 
 def file_sha256(path: str, edges: Edges) -> str:
@@ -18669,7 +18678,8 @@ def _words(headers: Any, value: Any) -> str:
     "The hub's own words about a refusal."
     text = headers.get("X-Error-Message") or (
         value.get("error") if isinstance(value, dict) else "") or ""
-    return " ".join(str(text).split())[:300]
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", str(text))   # they go to a terminal
+    return " ".join(text.split())[:300]
 
 
 def _repo_file(item: Any) -> Optional[RepoFile]:
@@ -18997,13 +19007,9 @@ def _run_long(argv: Sequence[str], edges: Edges, env: dict, log_path: str,
         raise
 
 
-class _BuildProgress:
-    "Percentages of a build as one live line, or as plain lines every ten percent."
-
-    def __init__(self, edges: Edges, say: Callable[[str], None]):
-        self.edges, self.say = edges, say
-        self.began: Optional[tuple] = None
-        self.shown = -10
+class _BuildProgress(PercentLine):
+    "Percentages of a build, and the time left."
+    began: Optional[tuple] = None        # (seconds, percent) of the first reading
 
     def __call__(self, line: str) -> None:
         found = re.search(r"\[\s*(\d{1,3})%\]", line)
@@ -19016,12 +19022,7 @@ class _BuildProgress:
         if percent > first:
             left = (now - since) / (percent - first) * (100 - percent)
             eta = f", about {fmt_age(left)} left"
-        text = f"compiling the engine: {percent} %{eta}"
-        if self.edges.term.is_tty():
-            self.edges.term.status(text)
-        elif percent >= self.shown + 10:
-            self.shown = percent // 10 * 10
-            self.say(text)
+        self.show(percent, f"compiling the engine: {percent} %{eta}")
 
 
 def _unpack_source(archive: str, folder: str) -> str:
