@@ -19596,7 +19596,8 @@ class Daemon:
         edges.disk.write(key_file, key.encode() + b"\n")
         self.help_text = engine_help(plan["binary"], edges)
         if self.remedies == Remedies():
-            self.remedies = read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
+            known = edges.disk.read_object(where.file(_REMEDIES))
+            self.remedies = read_remedies(known.get(
                 plan["binary"] + " " + plan["model"]))
         flags, dropped = engine_flags(
             self.help_text, facts, model=plan["model"], port=port,
