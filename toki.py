@@ -8152,25 +8152,38 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 
 # ---- what the engine says -----------------------------------------------------
 class EngineReport(NamedTuple):
-    "Bytes as the engine's log names them; a log without them has n == 0."
+    """Bytes as the engine's log names them; a log without them has n == 0.
+
+    `profile`: "gpu" when the model's weights lie on a graphics processor, wholly or in
+    part, else "cpu"; "" when the log names no device.
+    """
     n: int
     weights: int
     kv: int                  # full and windowed layers
     state: int
     compute: int
     output: int
+    profile: str = ""
 
 
 _REPORT_LINE = re.compile(
     r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
     r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+_WEIGHTS_LINE = re.compile(r"(\S+) model buffer size += +([0-9.]+) MiB")
+_PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
+_HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
 
 
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
-    n = 0
+    n, profile, pretended = 0, "", False
     for line in lines:
+        place = _WEIGHTS_LINE.search(line)
+        if place:
+            on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
+            profile = "gpu" if on_gpu and not pretended or profile == "gpu" else "cpu"
+        pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
             n += 1
@@ -8178,7 +8191,7 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
                         if w in found[1])
             sums[word] += float(found[2]) * _MIB
     return EngineReport(n, *(int(sums[w]) for w in (
-        "model", "kv", "recurrent", "compute", "output")))
+        "model", "kv", "recurrent", "compute", "output")), profile)
 
 
 def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
@@ -9823,8 +9836,8 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade,
-#    bench_score, percentile, median_interval, weigh, judge, lost_asks.
+#    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
+#    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
 #    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
@@ -10071,6 +10084,17 @@ class PrefixOracle:
         self.trie.insert(self.asks, after)
 
 
+def as_generated(retokenized: Sequence[Any], came: Sequence[Any]) -> int:
+    """How many leading tokens of a reply are those that were generated.
+
+    Compares the pieces of the text tokenized again with the pieces that came; a text
+    may be cut into other tokens than the model chose, and from there on no prompt that
+    holds the text has the generated tokens.
+    """
+    return next((i for i, (a, b) in enumerate(zip(retokenized, came)) if a != b),
+                min(len(retokenized), len(came)))
+
+
 # ---- what came of it ----------------------------------------------------------------
 class Asked(NamedTuple):
     "One ask on one arm.  Tokens; milliseconds; None where it is not known."
@@ -10153,8 +10177,8 @@ def weigh(runs: Sequence[Run]) -> dict:
     prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
     spent = [run.computed for run in runs]
     total = None if None in spent else sum(c for c in spent if c is not None)
-    later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
-    told = [a.prompt - a.new for a in later if a.new is not None]
+    later = max(1, len(good) - len(runs))     # the first ask of a run cannot be a hit
+    told = [a.prompt - a.new for a in good if a.new is not None]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
@@ -10163,8 +10187,8 @@ def weigh(runs: Sequence[Run]) -> dict:
         "efficiency": oracle / max(1, total) if total is not None else None,
         "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
         "hit_tokens_oracle": 1 - oracle / max(1, prompt),
-        "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
-        "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
+        "hit_asks": sum(n >= _HIT for n in told) / later if told else None,
+        "hit_asks_oracle": sum(a.known >= _HIT for a in good) / later,
         "ttft_ms": {"p50": percentile(times, .5), "p95": percentile(times, .95),
                     "min": min(times, default=None), "max": max(times, default=None)},
         "prefill_tokens_per_s": 1000 * sum(
@@ -10285,7 +10309,8 @@ def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
             rows.append(judge(name, arms))
             toki = arms.get("toki")
             rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
-                                for i, a, n in lost_asks(toki[0])[:5]] if toki else []
+                                for i, a, n in (lost_asks(toki[0], 10)[:3]
+                                                if toki else ())]
     return dict(state, rows=rows, missing=[
         n for n in plan["names"] if n not in {r["workload"] for r in rows}])
 
@@ -10521,7 +10546,7 @@ def _distribution(times: dict) -> str:
 def _efficiency_bars(rows: Sequence[dict]) -> str:
     "Efficiency of every arm on every workload."
     parts, y = [], 18
-    for x, word in ((210, "0"), (350, "0.5"), (490, "1: no token twice")):
+    for x, word in ((210, "0"), (510, "0.5"), (810, "1: nothing twice")):
         parts.append(_svg_text(x, 12, word, "middle"))
     top = y
     for row in rows:
@@ -10529,14 +10554,14 @@ def _efficiency_bars(rows: Sequence[dict]) -> str:
         parts.append(_svg_text(200, y + 5 * len(arms) + 5, row["workload"], "end"))
         for arm in arms:
             value = row["arms"][arm]["efficiency"]
-            parts += [f'<rect x="210" y="{y}" width="{280 * min(1.05, value):.1f}" '
+            parts += [f'<rect x="210" y="{y}" width="{600 * min(1.05, value):.1f}" '
                       f'height="8" fill="var(--{arm})"/>',
-                      _svg_text(496 if value > .97 else 214 + 280 * value, y + 8,
+                      _svg_text(816 if value > .97 else 214 + 600 * value, y + 8,
                             f"{value:.2f}")]
             y += 10
         y += 8
-    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 350, 490)]
-    return _svg(560, y + 4, lines + parts, "efficiency by workload and arm")
+    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 510, 810)]
+    return _svg(900, y + 4, lines + parts, "efficiency by workload and arm")
 
 
 def _timeline(row: dict, runs: dict) -> str:
@@ -10549,7 +10574,7 @@ def _timeline(row: dict, runs: dict) -> str:
     parts, width = [], 860 / max(1, asks)
     for lane, (arm, rows) in enumerate(lanes):
         base = 120 + lane * 140
-        parts.append(_svg_text(90, base - 50, _ARM_WORDS[arm].split(" ")[-1], "end"))
+        parts.append(_svg_text(98, base - 106, _ARM_WORDS[arm]))
         parts += [f'<path class=ax d="M96 {base}H960"/>',
                   _svg_text(90, base - 96, f"{most:,}", "end"),
                   _svg_text(90, base, "0", "end")]
@@ -10602,11 +10627,13 @@ def _summary(rows: Sequence[dict]) -> str:
         body.append((
             f"<b>{_esc(row['workload'])}</b><span class=what>"
             f"{_esc(WORKLOAD_WORDS.get(row['workload'], ''))}"
-            + (f". {_esc(note)}" if note else "") + "</span>",
+            + (f"; {_esc(note)}" if note else "") + "</span>",
             f"{ttft}<span class=what>{interval.rstrip(')')}</span>",
             _change(toki)[1], f"{_percent(toki['hit_tokens'])}<span class=what>of "
             f"{_percent(toki['hit_tokens_oracle'])} possible"
-            + (f"; published {published}" if published else "") + "</span>",
+            + (f"; published {published}" if published else "")
+            + (f", by asks; here {_percent(toki['hit_asks'], 0)} of them"
+               if row["workload"] == "agent_100" else "") + "</span>",
             "-" if points is None else f"{points:.1f}<span class=what><span class=bar "
             f'style="width:{points * .05:.1f}rem"></span></span>',
             f"<span class=grade>{toki.get('grade', '-')}</span>",
@@ -10663,9 +10690,11 @@ def bench_page(result: dict) -> str:
         f"<h1>How much of the reading is done twice?</h1><p class=soft>toki bench, "
         f"{_esc(time_text(setup['at']))}: {_esc(same['model'])} on "
         f"{_esc(setup['machine'])}</p>", *_PAGE_LEAD, _key(arms), _tiles(rows),
-        "<h2>Summary</h2><p>Changes compare toki with the same engine that reuses "
-        "nothing; negative times are shorter. In brackets the 95 % interval of the "
-        "median.</p>", _summary(rows),
+        "<h2>Summary</h2><p>TTFT is the time to the first token, prefill the speed "
+        "of reading. Changes compare toki with the same engine that reuses nothing: "
+        "negative times are shorter; below each the 95 % interval of the median. Hit: "
+        "tokens that were remembered, in percent. The last column is the grade of "
+        "llama-server by itself.</p>", _summary(rows),
         "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
         "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
         "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
@@ -11883,6 +11912,7 @@ class Engine:
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
+        self.profile = ""                # cpu | gpu, as a managed engine's log tells
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -14893,7 +14923,7 @@ class Keeper:
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
                 "pinned": bool(info and self.ability().pinned),
-                "life": self.book.life,
+                "life": self.book.life, "profile": self.engine.profile,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
@@ -15007,7 +15037,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 # ============================================================================
 # 41. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
-#    offers: certify, canary, judge_trials, Auditor.
+#    offers: certify, canary, judge_trials, prove_fork, Auditor.
 #
 #    The same prompt fresh, reused in its slot, and restored from a file.  The control
 #    is the same prompt prefilled in two requests split at another place: it changes
@@ -15134,6 +15164,43 @@ def certify(keeper: Keeper) -> dict:
             "restores on this engine: %s (largest |dlogprob| %.4f, control %.4f)",
             verdict, last.restored, last.control)
     return found
+
+
+_one_proof = threading.Lock()    # two that hold a slot each might wait for each other
+
+
+def prove_fork(keeper: Keeper) -> dict:
+    """Compute a beginning in one slot and restore its snapshot into another.
+
+    {from_slot, to_slot, tokens, reused}: `reused` is the engine's own cached count of
+    the ask that went on from there.  Raises Missing without a shelf, or TokiError.
+    """
+    shelf, info = keeper.shelf, keeper.engine.info
+    if shelf is None or info is None:
+        raise Missing("there is no shelf to fork through", "see `toki doctor`",
+                      status=409)
+    n = min(_TRIAL_TOKENS + info.window, max(64, info.n_ctx - 64))
+    tokens = array("I", keeper.engine.tokenize(prose(14, n), True))[:n]
+    cut = len(tokens) - _TRIAL_TAIL
+    with _one_proof, contextlib.ExitStack() as held:
+        source = keeper.borrow(tokens)
+        held.callback(keeper.hand_back, source, 0)
+        target = source
+        _fill(keeper, source, tokens[:cut])
+        snap = keeper.mover.save(source.seat, "head", tokens[:cut], cut, -1,
+                                 label="toki-check")
+        if snap is None:
+            raise TokiError("the snapshot was not saved", "see `toki logs`")
+        held.callback(keeper.drop_snap, snap.id)
+        if info.n_slots > 1:
+            target = keeper.borrow(tokens)
+            held.callback(keeper.hand_back, target, 0)
+        keeper.mover.erase(target)
+        shelf.use(snap.id)
+        reused = _generate(keeper, target, tokens, True)[2] \
+            if keeper.mover.restore(target, snap.id) else 0
+    return {"from_slot": source.seat, "to_slot": target.seat, "tokens": cut,
+            "reused": reused}
 
 
 def canary(keeper: Keeper, old: bool) -> bool:
@@ -15408,6 +15475,8 @@ class Desk:
 
     # ---- verify -------------------------------------------------------------------
     def _verify(self, body: dict) -> dict:
+        if body.get("fork"):             # what `toki doctor` asks for
+            return prove_fork(self.keeper)
         keeper, shelf = self.keeper, self.keeper.shelf
         shelf.settle(60)
         with keeper.lock:
@@ -19651,7 +19720,9 @@ class Daemon:
     def _check_memory(self, process: EngineProcess) -> None:
         "The engine is up: what it took against the plan, and its shape for everybody."
         fit, info = self.memory_plan, self.engine.info
-        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+        report = read_engine_report(process.first_words)
+        self.engine.profile = report.profile
+        for sentence in plan_mismatches(fit, report):
             log.warning("memory otherwise than planned: %s", sentence)
         save_effective(self.edges, self.where, self.plan["model"], {
             "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
@@ -20320,18 +20391,11 @@ def served_model(url: tuple, token: str, edges: Edges) -> tuple:
     return entry["id"], int(entry.get("context_length") or 0)
 
 
-def _profile(c: Any, state: dict) -> str:
-    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
+def _profile(state: dict) -> str:
+    """cpu or gpu, as the daemon read it from its engine's first words.
     Unknown means cpu: patience costs nothing on a fast machine."""
     told = str((state.get("engine") or {}).get("profile") or "")
-    if told:
-        return "cpu" if told == "cpu" else "gpu"
-    plan = c.edges.disk.read_object(c.where.file("active.json"))
-    if (state.get("engine") or {}).get("managed") and plan.get("binary"):
-        _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
-        if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
-            return "gpu"
-    return "cpu"
+    return "cpu" if told in ("", "cpu") else "gpu"
 
 
 def _address(c: Any) -> tuple:
@@ -20354,7 +20418,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
     return Facts(http_address(host, port), token or "toki", model, ctx, out,
-                 _profile(c, state), folder, s.claude_bare, s.claude_mcp,
+                 _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
 
@@ -22995,6 +23059,7 @@ class Asker:
 
     def __init__(self, engine: Engine, pin: Optional[int] = None):
         self.engine, self.pin = engine, pin
+        self.pieces: list = []           # of the latest reply, as they came
 
     def chat(self, messages: list, max_tokens: int = 16, **more: Any) -> tuple:
         "(text, first-token ms, timings, cache or None) of a streamed chat."
@@ -23004,6 +23069,7 @@ class Asker:
             body["id_slot"] = self.pin
         clock, began = self.engine.edges.clock, self.engine.edges.clock.now()
         text, first, timings, cache = [], None, None, None
+        self.pieces = text
         for event in self.engine.open("/v1/chat/completions",
                                       json.dumps(body).encode()).events():
             for choice in event.get("choices") or ():
@@ -23532,7 +23598,7 @@ class BenchPlan(NamedTuple):
     context: int = 4096
     seed: int = 1
     passes: int = 1
-    sample: int = 1          # the fresh arm answers every so manieth ask
+    sample: int = 1          # the fresh arm answers every so many asks
     url: str = ""            # a fourth arm
     url_engine: str = ""     # the engine behind it, for its counters
     other: str = ""          # a second model, for swap
@@ -23642,44 +23708,45 @@ class _Play:
             self.crowded |= self.open_asks > 1
         left_out = self.arm == "fresh" and place % self.sample
         try:
-            row, reply = self._left_out(key) if left_out else self._send(
+            row, pieces = self._left_out(key) if left_out else self._send(
                 messages, max_tokens, key, more)
         finally:
             with self.lock:
                 self.open_asks -= 1
-        self._note(place, messages, row, reply)
-        self.bench.tick(self.arm)
-        return self.script.setdefault(key, reply)
+        self._note(place, messages, row, pieces)
+        return self.script.setdefault(key, "".join(pieces))
 
     def _left_out(self, key: str) -> tuple:
         return Asked(0, 0, None, None, 0, None, key=key, asked=False), \
-            self.script.get(key, "")
+            [self.script.get(key, "")]
 
     def _send(self, messages: list, limit: int, key: str, more: dict) -> tuple:
         if self.arm == "fresh":
             more = dict(more, cache_prompt=False)
         before, at = self._counter(), self.bench.edges.clock.now() - self.began
-        row, reply = Asked(0, 0, None, None, 0, None, round(at, 3), key), ""
+        row, asker = Asked(0, 0, None, None, 0, None, round(at, 3), key), self.asker()
         try:
-            reply, first, t, cache = self.asker().chat(messages, limit, ignore_eos=True,
-                                                       **more)
+            _, first, t, cache = asker.chat(messages, limit, ignore_eos=True, **more)
         except TokiError as error:
-            return row._replace(error=error.message), ""
+            return row._replace(error=error.message), []
         after, cache = self._counter(), cache or {}
         alone = not self.crowded and before is not None and after is not None
         return row._replace(
             cached=t.cache_n if t else None, generated=t.predicted_n if t else 0,
             computed=after - before if alone else None,
             ttft_ms=round(first, 3) if first else None, ask=cache.get("ask", 0),
-            source=cache.get("source", ""), why=cache.get("why", "")), reply
+            source=cache.get("source", ""), why=cache.get("why", "")), asker.pieces
 
-    def _note(self, place: int, messages: list, row: Asked, reply: str) -> None:
+    def _note(self, place: int, messages: list, row: Asked, pieces: list) -> None:
         "Put an ask beside what the oracle makes of it."
-        engine = self.bench.reader or self.rig.engine
+        engine, reply = self.rig.engine, "".join(pieces)
         prompt = engine.render(json.dumps({"messages": messages}).encode())
         tokens = array("I", engine.tokenize(prompt, True))
-        after = array("I", engine.tokenize(prompt + reply, True))
-        stored = after[:-1] if len(after) > len(tokens) else tokens
+        again = engine.json("POST", "/tokenize", {
+            "content": reply, "parse_special": True, "with_pieces": True})["tokens"]
+        same = as_generated([t["piece"] for t in again], pieces)
+        stored = tokens + array("I", [t["id"] for t in again[:min(
+            same, max(0, row.generated - 1))]])
         with self.lock:
             known = self.oracle.known(tokens)
             self.oracle.add(stored)
@@ -23717,14 +23784,12 @@ class Bench:
                  keep: Callable[[dict], None], old: Optional[dict] = None):
         self.plan, self.binary, self.model, self.edges = plan, binary, model, edges
         self.where, self.config, self.say, self.keep = where, config, say, keep
-        self.reader: Optional[Engine] = None
         self.setup = self._setup()
         old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
             else {}
         self.done: dict = dict((old or {}).get("runs", {}))
         self.rates: dict = {}
-        self.label, self.ticks, self.expected = "", 0, 0
-        self.finished, self.began = 0.0, edges.clock.now()
+        self.began = edges.clock.now()
 
     def _setup(self) -> dict:
         "Machine, model, build, flags: what another needs to repeat it."
@@ -23774,17 +23839,18 @@ class Bench:
     def play(self) -> dict:
         "All of the plan that is not done yet; returns the state."
         parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
+        finished = 0
         for i, (name, n, arm) in enumerate(parts):
             key = f"{name}/{n}/{arm}"
             if key in self.done:
                 continue
-            self.label, self.ticks = f"[{i + 1}/{len(parts)}] {name}, {arm}", 0
+            label = f"[{i + 1}/{len(parts)}] {name}, {arm}"
             script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
             run = _Play(self, arm, script, self._sample(name)).run(name)
-            self.finished += 1
+            finished += 1
             left = len(parts) - i - 1
-            pace = (self.edges.clock.now() - self.began) / self.finished
-            self.say(f"{self.label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
+            pace = (self.edges.clock.now() - self.began) / finished
+            self.say(f"{label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
                 f", ~{fmt_age(pace * left)} left" if left else ""))
             self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
             self.keep(self.state(False))
@@ -23796,9 +23862,6 @@ class Bench:
             return 1
         return self.plan.sample
 
-    def tick(self, arm: str) -> None:
-        self.ticks += 1
-
     def state(self, complete: bool) -> dict:
         return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
                 "runs": self.done}
@@ -23807,7 +23870,7 @@ class Bench:
 # ============================================================================
 # 63. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
-#    examine.
+#    examine, check_lines, safe_log, bundle.
 # ============================================================================
 class Check(NamedTuple):
     level: str               # "OK" | "WARN" | "FAIL"
@@ -23861,6 +23924,26 @@ def _check_reuse(record: dict, edges: Edges) -> Check:
                     f"toki decided: {reports[1]['why']}; see `toki logs`")
 
 
+_FORK_TAIL = 8               # tokens that an engine may compute again at the end
+
+
+def _check_fork(where: Places, record: dict, edges: Edges) -> Check:
+    "A beginning computed in one slot and restored into another, as the engine counts."
+    found = daemon_json(edges, record["host"], record["port"], "POST",
+                        "/toki/cache/verify", {"fork": True},
+                        local_token(edges, where, create=False), 600)
+    text = f"{found['reused']} of {found['tokens']} tokens not computed again"
+    if found["reused"] < found["tokens"] - _FORK_TAIL:
+        return Check("FAIL", f"no fork: {text} in slot {found['to_slot']}",
+                     "`toki cache verify` judges restores; see `toki logs`")
+    way = f"computed in slot {found['from_slot']}, restored into slot " \
+          f"{found['to_slot']}"
+    if found["from_slot"] == found["to_slot"]:
+        return Check("WARN", f"a restore is proven, no fork: {way}: {text}",
+                     "one slot has nobody to fork to: --slots 2")
+    return Check("OK", f"fork proven: {way}: {text}")
+
+
 def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
     "Every check as OK, WARN or FAIL with its remedy."
     out = [Check("OK", f"Python {sys.version.split()[0]} on {sys.platform}")]
@@ -23902,7 +23985,70 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
         out.append(_check_reuse(record, edges))
     except TokiError as error:
         out.append(Check("FAIL", f"an ask failed: {error}", error.hint))
+    if shelf["on"]:
+        try:
+            out.append(_check_fork(where, record, edges))
+        except TokiError as error:
+            out.append(Check("FAIL", f"the fork failed: {error}", error.hint))
     return out
+
+
+def check_lines(checks: Sequence[Check]) -> str:
+    "Checks as lines for people."
+    return "\n".join(f"{c.level:5}{c.text}" + f"\n     -> {c.remedy}" * bool(c.remedy)
+                     for c in checks)
+
+
+_HEADED = re.compile(r"[\d.]+ [A-Z] |GGML_|ggml_|terminate called")
+_TELLS = re.compile(r"token +\d+:|next token|"
+                    r"\"(?:messages|prompt|content|text|input)\"")
+_SECRET = re.compile(r"(?i)((?:api.?key|_key|token\b|authorization|password|secret)"
+                     r"[\s\"'=:]+(?:bearer )?|://[^/@\s:]*:|\bhf_)[\w.~+/=-]{6,}")
+_LOG_MOST = 4 << 20          # characters of the end of each log
+
+
+def safe_log(text: str, of_engine: bool, cut: bool = False) -> str:
+    """A log without what asks say and without secrets; it says how many lines were
+    left out.  Once an engine listens (`cut`: its beginning is not here), only lines
+    with time and level may stay: a prompt that it prints (-lv 5) has its own lines."""
+    out, left, asked = [], 0, of_engine and cut
+    for line in text.splitlines():
+        if _TELLS.search(line) or asked and not _HEADED.match(line):
+            left += 1
+            continue
+        asked = asked or of_engine and "listening on" in line
+        out.append(_SECRET.sub(r"\1[secret]", line))
+    if left:
+        out.append(f"[{left} lines that may tell of asks were left out]")
+    return "\n".join(out) + "\n"
+
+
+def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
+           edges: Edges) -> list:
+    """Write one zip to send along with a report: doctor's lines, settings without
+    secrets, the state document, logs without prompts.  Returns the names in it; OSError
+    when it cannot be written."""
+    parts = {"doctor.txt": check_lines(checks) + "\n", "settings.json": json.dumps(
+        {s.name: {"value": "(set)" if s.secret and getattr(config, s.name)
+                  else getattr(config, s.name), "from": config.origin[s.name]}
+         for s in SETTINGS}, indent=1, default=str)}
+    parts = {name: _SECRET.sub(r"\1[secret]", t) for name, t in parts.items()}
+    record = running_daemon(where, edges)
+    if record:
+        with contextlib.suppress(TokiError):
+            parts["state.json"] = json.dumps(daemon_json(
+                edges, record["host"], record["port"], "GET", "/toki/state"), indent=1)
+    for name in sorted(edges.disk.listing(where.logs)):
+        text = edges.disk.read_text(where.file("logs", name))
+        if text:
+            parts["logs/" + name] = "[only the end]\n" * (len(text) > _LOG_MOST) \
+                + safe_log(text[-_LOG_MOST:], name.startswith("engine"),
+                           len(text) > _LOG_MOST)
+    with edges.disk.replacing(path) as out, zipfile.ZipFile(
+            out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in parts.items():
+            archive.writestr(name, text)
+    return list(parts)
 
 
 # ============================================================================
@@ -23986,6 +24132,7 @@ input, select, textarea {
   background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
   padding: 0.4rem 0.55rem; max-width: 100%;
 }
+::placeholder { color: var(--soft); opacity: 1; }
 :focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
 .soft { color: var(--soft); }
 .fig { font-variant-numeric: tabular-nums; }
@@ -24146,11 +24293,11 @@ ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none;
 /* --- cache --- */
 #cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
 #cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
-.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
-  justify-content: space-between; margin: 0 auto; }
+.figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr));
+  gap: 1rem 2.5rem; margin: 0 auto; }
 .figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
   font-variant-numeric: lining-nums; }
-.figures span { color: var(--soft); font-size: 0.875rem; }
+.figures span { color: var(--soft); font-size: 0.875rem; text-wrap: balance; }
 #cache > section { margin-top: 2.6rem; }
 .head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
   margin-bottom: 0.8rem; }
@@ -24240,7 +24387,8 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   #cache { padding: 1.1rem 0.9rem 3rem; }
   .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
   .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
-  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  .forest li { gap: 0.35rem; } .forest li .more { display: none; }
+  .forest li button { padding: 0.1rem 0.3rem; }
   #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
   .message .tools, .talks li button.small { opacity: 1; }
 }
@@ -24349,6 +24497,8 @@ status</code>.</p></noscript>
 </section>
 </main>
 <div class="away" role="status" aria-live="polite" id="say"></div>
+<div class="away" role="log" aria-live="polite" aria-label="Reply as it comes"
+ id="heard"></div>
 
 <dialog id="login" aria-labelledby="h-login"><form method="dialog">
  <h2 id="h-login">This needs the token</h2>
@@ -24773,6 +24923,25 @@ function wordDiff(a, b) {
     }
   }
   put("same", x.slice(p).join(""));
+  return whole(out);
+}
+/* Changes with nothing but blanks between them are one change: read as phrases. */
+function whole(parts) {
+  const out = [];
+  let less = "", more = "";
+  const flush = () => {
+    if (less) out.push(["less", less]);
+    if (more) out.push(["more", more]);
+    less = more = "";
+  };
+  parts.forEach(([kind, text], i) => {
+    const between = kind === "same" && !text.trim() && (less || more)
+      && i + 1 < parts.length;
+    if (kind === "same" && !between) { flush(); out.push([kind, text]); return; }
+    if (kind !== "more") less += text;
+    if (kind !== "less") more += text;
+  });
+  flush();
   return out;
 }
 const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
@@ -25082,6 +25251,7 @@ async function stream(part, body, message, signal) {
         if (delta.content) part.text += delta.content;
       }
       if (event.cache) part.cache = event.cache;
+      if (part === message) aloud(part.text);
       refresh(message);
     }
   } catch (error) {
@@ -25092,12 +25262,23 @@ async function stream(part, body, message, signal) {
   delete part.state;
   return !part.error && !part.stopped;
 }
+/* A screen reader hears a reply while it grows, a sentence or a line at a time. */
+let told = 0;
+function aloud(text, end) {
+  const rest = text.slice(told), cut = /^[^]*(?:[.!?:]\s|\n)/.exec(rest);
+  const part = end ? rest : cut ? cut[0] : "";
+  told += part.length;
+  if (part.trim()) $("heard").append(el("p", { text: part.trim() }));
+}
 async function reply(talk) {
   const how = mode(), upTo = talk.messages.slice();
   const message = { role: "assistant", text: "", model: $("model").value };
   if (how === "compare") message.raw = { text: "" };
   talk.messages.push(message);
   running = { talk, message, abort: new AbortController() };
+  told = 0;
+  $("heard").replaceChildren();
+  say("toki replies");
   const { signal } = running.abort;
   store(talk);
   if (talk === here) drawChat();
@@ -25115,6 +25296,7 @@ async function reply(talk) {
     message.error = error.message;
   }
   running = null;
+  aloud(message.text, true);
   if (talks.has(talk.id)) store(talk);
   const place = $("scroll").scrollTop;
   if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
@@ -25179,12 +25361,15 @@ function drawFigures() {
   const c = state.counters, rate = state.rates.prefill_ms_per_token;
   const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
   const digits = share > 99 || share < 10 ? 1 : 0;
+  const computed = c.computed_tokens + c.side_tokens;      // heads made ahead count too
   const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
-    "of prompt tokens were reused"],
-  [num(c.reused_tokens), "tokens not computed again"],
-  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
-  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
-    `less to compute, over ${many(c.asks, "ask")}`]];
+    "reuse share: prompt tokens that the engine's own count says it did not compute"],
+  [num(c.reused_tokens), `of ${num(c.prompt_tokens)} prompt tokens reused, over `
+    + many(c.asks, "ask")],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown",
+    "of prefill saved, at the speed measured here"],
+  [computed ? `${(c.prompt_tokens / computed).toFixed(1)}×` : "–",
+    "prompt tokens for each one computed, heads made ahead included"]];
   $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
     el("b", { class: "fig", text: figure }), el("span", { text }))));
 }
@@ -25291,9 +25476,9 @@ function snapRow(s) {
   return el("li", null, el("span", { class: "mark snap" }),
     el("div", null, (s.label || `Saved ${s.sort}`)
       + (s.pinned ? ", pinned" : ""),
-      el("p", { class: "fig", text: `${many(s.size, "token")}, `
-        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
-          : "unused yet"}` })),
+      el("p", { class: "fig", text: many(s.size, "token") }, el("span",
+        { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
+          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
@@ -26313,16 +26498,18 @@ def cmd_page(c: Context) -> int:
     return 0
 
 
-@_command(_JSON)
+@_command(_JSON, _arg("--bundle", default="", metavar="FILE", help="also write a zip "
+                      "for a report: these lines, logs, settings, state; no secrets, "
+                      "no prompts"), settings=_RUN_SETTINGS)
 def cmd_doctor(c: Context) -> int:
-    """Check machine, daemon and engine; prove one hit; say what to do."""
+    """Check machine, daemon and engine; prove one hit and one fork; say what to do."""
     findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
-    if c.ns.json:
-        c.say(json.dumps([f._asdict() for f in findings], indent=1))
-    else:
-        for f in findings:
-            remedy = f"\n     -> {f.remedy}" if f.remedy else ""
-            c.say(f"{f.level:5}{f.text}{remedy}")
+    c.say(json.dumps([f._asdict() for f in findings], indent=1) if c.ns.json
+          else check_lines(findings))
+    if c.ns.bundle:
+        path = c.edges.disk.absolute(c.ns.bundle)
+        names = bundle(path, findings, c.config, c.where, c.edges)
+        c.edges.term.err(f"bundle: {path} ({', '.join(names)})")
     return 1 if any(f.level == "FAIL" for f in findings) else 0
 
 
@@ -26340,6 +26527,107 @@ def cmd_settings(c: Context) -> int:
                     ("setting", "value", "from", "meaning")))
         c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
               f"[{CONFIG_SECTION}] in {c.where.config_file}")
+    return 0
+
+
+def _completions() -> dict:
+    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
+    helps = {s.name: s.help for s in SETTINGS}
+    out: dict = {"": list(GROUPS.items())}
+    for command in COMMANDS.values():
+        group, _, verb = command.name.rpartition(" ")
+        out.setdefault(group, []).append((verb, command.help))
+        follow = out.setdefault(command.name, [])
+        for names, options in command.args:
+            text = options.get("help") or ""
+            if names[0].startswith("-"):
+                if text != argparse.SUPPRESS:
+                    follow.append((names[-1], text))
+            else:
+                follow += [(w, "") for w in options.get("choices") or () if w]
+        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
+    return out
+
+
+# What follows the command's words; the groups' own words are two deep.
+_SHELLS = {
+    "bash": ("""_toki() {
+    local key="${COMP_WORDS[1]}" found=
+    case "$key" in
+        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || key=
+    case "$key" in
+@CASES@
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "zsh": ("""#compdef toki
+_toki() {
+    local key="$words[2]" found=
+    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
+    (( CURRENT > 2 )) || key=
+    case "$key" in
+@CASES@
+    esac
+    compadd -- ${=found}
+    [[ "$words[CURRENT]" == -* ]] || _files
+}
+compdef _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "powershell": ("""\
+Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
+    param($word, $ast, $at)
+    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
+    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
+    $table = @{
+@CASES@
+    }
+    $key = "$($typed[0])"
+    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
+        $key = "$key $($typed[1])"
+    }
+    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
+        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
+}
+""", "        '{key}' = '{words}'")}
+
+
+def _fish_completion() -> str:
+    "fish has its own way: one line for each word."
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    lines = ["complete -c toki -n __fish_use_subcommand -f"]
+    for key, words in _completions().items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
+        if key in GROUPS:                # only until one of its verbs stands there
+            seen += "; and not __fish_seen_subcommand_from " + " ".join(
+                w for w, _ in words)
+        for word, text in words:
+            way = f"-l {word[2:]}" if word.startswith("--") else \
+                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
+            when = quoted(seen or "__fish_use_subcommand")
+            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def completion_script(shell: str) -> str:
+    "A script that completes toki's commands, flags and settings in this shell."
+    if shell == "fish":
+        return _fish_completion()
+    text, case = _SHELLS[shell]
+    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
+                      for k, words in _completions().items())
+    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
+
+
+@_command(_arg("shell", choices=("bash", "zsh", "fish", "powershell"),
+               help="bash, zsh, fish or powershell"), settings=())
+def cmd_completion(c: Context) -> int:
+    """Print the script that completes toki's words in a shell."""
+    c.edges.term.write(completion_script(c.ns.shell))
     return 0
 
 
@@ -26439,7 +26727,8 @@ def _bench_plan(c: Context) -> BenchPlan:
 
 def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
     "The workloads on three arms; an interrupted bench goes on where it was."
-    store = c.ns.json if c.ns.json not in ("", "-") else where.file("bench.json")
+    store = c.edges.disk.absolute(c.ns.json) if c.ns.json not in ("", "-") \
+        else where.file("bench.json")
     quiet = c.ns.json == "-"
     old = None
     with contextlib.suppress(UsageError):
@@ -26458,7 +26747,8 @@ def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
         run["replies"] = None            # they served the comparison of outputs
     keep(result)
     if c.ns.html:
-        c.edges.disk.write(c.ns.html, bench_page(result).encode())
+        c.edges.disk.write(c.edges.disk.absolute(c.ns.html),
+                           bench_page(result).encode())
     c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
           + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
     return 0
