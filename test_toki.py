@@ -6023,6 +6023,14 @@ class Machine(Case):
 
 
 class Stack(Case):
+    def test_a_daemon_is_reached_on_whatever_it_listens(self):
+        for host, want in (("127.0.0.1", "http://127.0.0.1:9"), ("::1", "http://[::1]:9"),
+                           ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9"),
+                           ("box.lan", "http://box.lan:9"), ("", "http://127.0.0.1:9")):
+            self.assertEqual(toki.http_address(host, 9), want)
+        with self.assertRaises(toki.EngineGone):     # it was called no address at all
+            toki.daemon_json(toki.REAL, "::1", toki.REAL.net.free_port(), "GET", "/health")
+
     def test_second_daemon_on_one_state_folder_is_refused(self):
         fake = self.fake()
         d = self.daemon(fake)
@@ -6630,6 +6638,38 @@ class WiredRoom(LaunchCase):
         self.assertEqual(self.read(".codex/config.toml"), self.CODEX)
         self.assertFalse(os.path.exists(os.path.join(self.home, ".pi/agent/models.json")))
         self.assertEqual(toki.rewire_all(c), [])
+
+    @unittest.skipIf(os.name == "nt", "links need a right there")
+    def test_a_link_stays_a_link(self):
+        "Configurations kept elsewhere and linked to their place."
+        c = self.context(self.daemon(self.fake(model="m9")))
+        kept = self.put("dotfiles/settings.json", '{"model": "opus"}')
+        place = os.path.join(self.home, ".claude", "settings.json")
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.symlink(kept, place)
+        toki.wire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertIn(b"m9", self.raw("dotfiles/settings.json"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertEqual(self.raw("dotfiles/settings.json"), b'{"model": "opus"}')
+
+    def test_without_the_kept_bytes_only_what_toki_put_in_goes(self):
+        c = self.context(self.daemon(self.fake(model="m9")))
+        self.put(".claude/settings.json", '{"theme": "dark"}')
+        toki.wire_client("claude", c, yes=True)
+        os.unlink(c.where.file("wired", "claude-0.before"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertEqual(json.loads(self.raw(".claude/settings.json")),
+                         {"theme": "dark"})
+
+    def test_damaged_records_are_no_records(self):
+        c = self.context(self.daemon(self.fake()))
+        for text in (b"[]", b"7", b"{"):
+            toki.REAL.disk.write(c.where.file("wired.json"), text)
+            self.assertEqual(toki.rewire_all(c), [])
+            with self.assertRaises(toki.UsageError):
+                toki.unwire_client("claude", c, yes=True)
 
     def test_those_that_cannot_be_wired_say_so(self):
         c = self.context(self.daemon(self.fake()))
@@ -8499,6 +8539,23 @@ class Fetch(FetchCase):
         seen = [(p.split("/")[1], h.get("Authorization")) for p, h in self.web.log]
         self.assertEqual(seen, [("dl", "Bearer hush"), ("cdn", None)])
 
+    def test_a_length_that_is_no_number_is_no_length(self):
+        class Odd:
+            status, headers = 200, {"Content-Length": "many"}
+
+            def __init__(self, data):
+                self.read = io.BytesIO(data).read
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+        net = toki.Net()
+        net.visit = lambda url, headers, timeout: Odd(self.data)
+        self.edges = self.edges._replace(net=net)
+        self.assertEqual(self.get(size=0), self.sum)
+
     def test_dead_ends_are_named(self):
         self.url = f"http://127.0.0.1:{self.web.port}/dl/t/none"
         with self.assertRaises(toki.TokiError) as caught:
@@ -10048,6 +10105,11 @@ class PullRoom(ModelsCase):
         self.check_whole()
         self.assertIn("not taken", "\n".join(self.said))
         self.assertNotIn("hf_old", "\n".join(self.said))
+
+    def test_a_hubs_words_cannot_steer_the_terminal(self):
+        for headers, value in (({"X-Error-Message": "no\x1b]0;x\x07 way\x9b2J"}, None),
+                               ({}, {"error": "no\x1b]0;x\x07 way\x9b2J"})):
+            self.assertEqual(toki._words(headers, value), "no ]0;x way 2J")
 
     def test_the_token_stays_with_the_hub(self):
         self.hub.codes = {self.REPO: ((401, "GatedRepo", ""),) * 2}
