@@ -7091,9 +7091,11 @@ class Terminal(Case):
     def test_every_end_leaves_a_usable_terminal(self):
         boom = ("import sys; sys.path.insert(0, sys.argv.pop()); import toki\n"
                 "def broken(*_): raise RuntimeError(str(6 * 7))\n"
-                "toki.{0} = broken; sys.exit(toki.main([\"{1}\"]))")
+                "toki.{0} = broken; sys.exit(toki.main(\"{1}\".split()))")
         ends = [("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
-                ("top", "INT", 130), ("tui", "chat_frame", 1), ("top", "top_frame", 1)]
+                ("top", "INT", 130), ("tui", "chat_frame", 1), ("top", "top_frame", 1),
+                ("", "INT", 130), ("", "TERM", 143), ("", "HUP", 129),
+                ("", "launcher_frame", 1)]
         t = self.begin("-c", "pass")
         for face, how, code in ends:
             with self.subTest(face + " " + how):
@@ -7108,7 +7110,7 @@ class Terminal(Case):
                     t.wait("toki: the screen failed: RuntimeError: 42", "TOKI_DEBUG")
                     self.assertNotIn("Traceback", t.screen())
                 else:
-                    t.start(self.TOKI, face)
+                    t.start(self.TOKI, *face.split())
                     t.wait("fake", "toki")
                     self.assertEqual(t.ask("alternate_on"), "1")
                     os.kill(t.child(), getattr(toki.signal, "SIG" + how))
@@ -7200,6 +7202,83 @@ class Terminal(Case):
         t.wait("( • • )")
         t.keys("q")
         t.check_usable(0)
+
+    STUB = ("import collections, sys; sys.path.insert(0, sys.argv.pop())\n"
+            "import toki\n"
+            "Model = collections.namedtuple('Model', 'name file ctx active')\n"
+            "Agent = collections.namedtuple('Agent', 'name title install')\n"
+            "toki.AGENTS = tuple(Agent('a%d' % n, 'Agent %d' % n, 'npm i a%d' % n)\n"
+            "                    for n in range(1, 17))\n"
+            "toki.agent_version = lambda a, e: '2.1'\n"
+            "toki.launch = lambda a, c, x: print(a.title, 'was here') or 0\n"
+            "hall = toki._hall\n"
+            "models = lambda: [Model('m1', '/f1', 4096, True),\n"
+            "                  Model('m2', '/f2', 0, False)]\n"
+            "toki._hall = lambda c: hall(c)._replace(models=models,\n"
+            "    up=lambda: print('up was asked for'),\n"
+            "    restart=lambda: print('a restart was asked for'),\n"
+            "    use=lambda *a: print('use', *a))\n"
+            "sys.exit(toki.main([]))\n")
+
+    def stub(self):
+        path = os.path.join(self.folder(), "stub.py")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(self.STUB)
+        return path
+
+    def test_launcher_keys_change_models_and_the_stack(self):
+        t = self.begin(self.stub(), HERE)
+        t.wait("( • • )", "Agent 8", "2.1", "ready")
+
+        def away(*wanted):
+            t.wait(*wanted, "[Enter: back to toki]")
+            self.assertEqual(t.ask("alternate_on"), "0")
+            t.keys("Enter")
+            t.wait("( • • )", "Enter start")
+            t.keys("C-l")
+        for n in "123456789":
+            t.keys(n)
+            t.wait(f"Agent {int(n) - 1}" if n != "1" else "Toki Chat")
+        t.keys("Enter")
+        t.wait("Agent 8 ended")
+        t.keys("Right")
+        t.wait("m1", "m2", "c context")
+        t.keys("Left")
+        t.wait("Enter start")
+        t.keys("m", "Down", "Enter")
+        away("use m2 0")
+        t.keys("m", "c")
+        t.wait("context › 4096")
+        t.keys("C-u", "5", "1", "2", "Enter")
+        away("use m1 512")
+        t.keys("r")
+        away("a restart was asked for")
+        t.keys("Down")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12
+                   and "Agent" in t.screen() and "q quit" not in t.screen().split("\n")[0])
+        for view, word in (("?", "any key"), ("s", "slots"), ("m", "m2")):
+            t.keys(view)
+            t.wait(word)
+            t.keys("Left")
+            self.until(lambda: "toki ●" in t.screen() and "Agent" in t.screen(), "the list")
+        t.resize(80, 24)
+        t.wait("( • • )", "Enter start")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_u_starts_the_stack(self):
+        t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
+        t.start(self.stub(), HERE)
+        t.wait("nothing runs", "Agent 1")
+        t.keys("u")
+        t.wait("up was asked for", "[Enter: back to toki]")
+        t.keys("Enter")
+        t.wait("nothing runs")
+        t.keys("2", "Enter")
+        t.wait("Start engine and daemon now?")
+        t.keys("n", "C-c")
+        t.check_usable(130)
 
     def test_nothing_runs(self):
         t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
@@ -11285,6 +11364,144 @@ class RealPage(Case):
             self.assertIn("Views", roles["navigation"])
             self.assertEqual(roles["heading"][0], "toki")
         self.assertIn("radio", {n["role"]["value"] for n in nodes} | {"radio"})
+
+    def test_everything_that_takes_a_key_has_a_name_in_every_dialog(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "hello")
+        for opener in ("", "tune", "keys", "warm"):
+            if opener == "warm":
+                b.js("location.hash = '#cache'")
+                b.until("!document.querySelector('#cache').hidden")
+            if opener:
+                b.js("document.getElementById(arguments[0]).click()", opener)
+                b.until("document.querySelector('dialog[open]')")
+            nodes = [n for n in b.cdp("Accessibility.getFullAXTree")["nodes"]
+                     if not n.get("ignored")]
+            named = [(n["role"]["value"], n.get("name", {}).get("value", "").strip())
+                     for n in nodes]
+            for role, name in named:
+                if role in ("button", "link", "textbox", "searchbox", "combobox",
+                            "checkbox", "radio", "slider", "spinbutton", "dialog",
+                            "navigation"):
+                    self.assertTrue(name, (opener, role))
+            self.assertGreater(sum(role == "button" for role, _ in named), 1, opener)
+            if opener:
+                self.assertIn("dialog", [role for role, _ in named])
+                b.keys("escape")
+                b.until("!document.querySelector('dialog[open]')")
+            else:
+                self.assertIn("main", [role for role, _ in named])
+                live = [n for n in nodes for p in n.get("properties", [])
+                        if p["name"] == "live" and p["value"]["value"] == "polite"]
+                self.assertTrue(live)
+        self.assertEqual(b.errors(), [])
+
+    def test_a_reply_is_announced_when_it_is_whole(self):
+        d = self.daemon(self.fake(decode_ms=5), page=toki.PAGE)
+        b = self.visit(d)
+        b.js("window.heard = []; new MutationObserver(() => heard.push(document."
+             "getElementById('say').textContent)).observe(document.getElementById("
+             "'say'), {childList: true, characterData: true, subtree: true})")
+        self.say(b, "hello")
+        b.until("heard.some((x) => x.startsWith('Reply complete. '))")
+        self.assertRegex(b.js("return heard.at(-1)"), r"\d+ of \d+ tokens reused\.")
+        self.assertLess(b.js("return heard.length"), 6)      # no word by word
+
+    def test_first_paint_takes_one_answer_under_100_kb(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        got = b.js("return performance.getEntriesByType('navigation').concat("
+                   "performance.getEntriesByType('resource')).map((e) => "
+                   "[e.name, e.initiatorType, e.transferSize])")
+        files = [e for e in got if e[1] != "fetch"]
+        self.assertEqual([e[1] for e in files], ["navigation"], got)
+        self.assertGreater(sum(e[2] for e in files), 1000)
+        self.assertLess(sum(e[2] for e in files), 100 << 10)
+        self.assertGreater(b.js("return performance.getEntriesByType('paint').length"), 0)
+
+    def test_drop_takes_a_snapshot_away(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        c = Client(d)
+        for n in range(3):
+            c.chat([{"role": "system", "content": say(f"head {n}", 300)},
+                    {"role": "user", "content": "hello"}], 4)
+        c.json("POST", "/toki/cache/save", {}, headers={"x-api-key": c.token})
+        b = self.visit(d)
+        b.js("location.hash = '#cache'")
+        b.until("[...document.querySelectorAll('#forest button')].some((x) => "
+                "x.textContent === 'Drop')")
+        before = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+        name = b.js("const x = [...document.querySelectorAll('#forest button')].find("
+                    "(x) => x.textContent === 'Drop'); const name = x.getAttribute("
+                    "'aria-label'); x.click(); return name")
+        self.assertRegex(name, r"^Drop .*\d+ tokens$")
+        b.until("document.getElementById('say').textContent.startsWith('drop: ')")
+        after = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+        self.assertEqual(len(before - after), 1)
+        self.assertEqual(after - before, set())
+        self.assertEqual(b.errors(), [])
+
+    def test_conversations_leave_and_come_back(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "words to keep")
+        folder = self.folder()
+        b.cdp("Browser.setDownloadBehavior", behavior="allow", downloadPath=folder)
+        b.js("document.getElementById('export').click()")
+        path = os.path.join(folder, "toki-conversations.json")
+        self.until(lambda: os.path.exists(path), "the file")
+        with open(path, encoding="utf-8") as f:
+            kept = json.load(f)
+        self.assertEqual((kept["schema"], kept["toki"]), (1, "conversations"))
+        self.assertEqual([m["role"] for m in kept["conversations"][0]["messages"]],
+                         ["user", "assistant"])
+        reply = b.js("return here.messages[1].text")
+        b.js("localStorage.clear()")
+        b.go("about:blank")
+        b.go(f"http://127.0.0.1:{Client(d).port}/")
+        b.until("document.getElementById('model').options.length")
+        self.assertEqual(b.js("return document.querySelectorAll('#list button').length"), 0)
+        field = b.ask("POST", "/element", {"using": "css selector", "value": "#file"})
+        field = "/element/" + next(iter(field.values())) + "/value"
+        wrong = os.path.join(folder, "wrong.json")
+        with open(wrong, "w", encoding="utf-8") as f:
+            f.write("no json")
+        b.ask("POST", field, {"text": wrong})
+        b.until("document.querySelector('dialog[open]')?.innerText.includes("
+                "'cannot be imported')")
+        b.keys("escape")
+        b.until("!document.querySelector('dialog[open]')")
+        b.ask("POST", field, {"text": path})
+        b.until("document.querySelector('#list button')")
+        b.js("document.querySelector('#list button').click()")
+        b.until("here.messages.length === 2")
+        self.assertEqual(b.js("return here.messages[1].text"), reply)
+        b.js("document.getElementById('box').focus()")
+        b.keys("and on", "enter")
+        b.until("!running && here.messages.length === 4")
+        self.assertEqual(b.errors(), [])
+
+    def test_the_page_changes_models(self):
+        d, c = RealSwap.stack(self, page=toki.PAGE, swap="ask")
+        self.assertEqual({m["id"] for m in c.json("GET", "/v1/models")["data"]},
+                         {"one", "two"})
+        b = self.visit(d)
+        chosen = "return document.getElementById('model').value"
+        self.assertEqual(b.js(chosen), "one")
+        for name in ("two", "one"):
+            b.js("const m = document.getElementById('model'); m.value = arguments[0]; "
+                 "m.dispatchEvent(new Event('change'))", name)
+            b.js("document.getElementById('new').click()")
+            self.say(b, "hello", max_tokens=4)
+            self.assertEqual(b.js("return here.messages[1].error || ''"), "")
+            self.assertEqual(c.json("GET", "/toki/state")["engine"]["model"], name)
+        b.js("localStorage.removeItem('toki.model')")
+        c.json("POST", "/toki/use", {"model": "two"}, headers={"x-api-key": c.token})
+        b.until("document.getElementById('model').value === 'two'")      # it follows
+        self.assertEqual(b.errors(), [])
 
     def test_narrow_and_wide_do_not_scroll_sideways(self):
         d = self.daemon(self.fake(), page=toki.PAGE)
@@ -16477,7 +16694,7 @@ class Fleet(Case):
 class RealSwap(Real):
     "Two models on one engine's machine: `model use`, and asks that name the other one."
 
-    def stack(self, **settings):
+    def stack(self, page="", **settings):
         state = self.folder()
         registry = os.path.join(self.folder(), "models.json")
         models = {n: {"file": tiny(m), "ctx": 4096, "slots": 2, "args": ["-t", "1"]}
@@ -16492,7 +16709,7 @@ class RealSwap(Real):
         found = toki.find_model(config, where, toki.REAL, lambda text: None)
         _, more = toki.model_setup(found, config, where, toki.REAL)
         d = toki.Daemon(config, where, process_plan=dict(
-            more, binary=real_engine(), model=found.path))
+            more, binary=real_engine(), model=found.path), page=page)
         d.start()
         self.addCleanup(d.close)
         self.assertTrue(d.keeper.up.wait(60), d.keeper.trouble)

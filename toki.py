@@ -25163,7 +25163,7 @@ async function tune() {
 }
 
 /* --- cache view: state --- */
-let state = null, late = 0, listening = false, chosen = null;
+let state = null, late = 0, listening = false, chosen = null, served = "";
 async function look() {
   try {
     state = await ask("/toki/state", { quiet: true });
@@ -25177,6 +25177,7 @@ async function look() {
     return;
   }
   const e = state.engine, ok = e.state === "ready";
+  if (ok && e.model !== served) { served = e.model; loadModels(); }
   $("dot").toggleAttribute("data-ok", ok);
   $("engine").textContent = ok ? `${e.n_slots} slots of ${num(e.n_ctx)} tokens`
     : `engine ${e.state}${e.trouble ? ": " + e.trouble : ""}`;
