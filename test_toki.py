@@ -11385,7 +11385,7 @@ class RealPage(Case):
                             "checkbox", "radio", "slider", "spinbutton", "dialog",
                             "navigation"):
                     self.assertTrue(name, (opener, role))
-            self.assertGreater(sum(role == "button" for role, _ in named), 1, opener)
+            self.assertIn("button", [role for role, _ in named], opener)
             if opener:
                 self.assertIn("dialog", [role for role, _ in named])
                 b.keys("escape")
@@ -16463,12 +16463,19 @@ REPORTS = {
     "F-45": "ShelfRoom.test_damaged_files_cost_computing_never_the_ask "
             "RealShelf.test_harm_to_the_shelf_costs_computing_only",
     "F-46": "ShelfRoom.test_saving_that_fails_costs_nothing",
+    "F-57": "FieldReports.test_a_launch_wins_over_the_agents_own_settings "
+            "FieldReports.test_a_launch_that_reached_another_server_is_told",
+    "F-58": "FieldReports.test_npm_shims_are_started_without_a_command_line "
+            "FieldReports.test_arguments_arrive_as_they_were_typed "
+            "FieldReports.test_a_missing_agent_says_how_to_install_it "
+            "AgentsRoom.test_npm_shims",
+    "F-59": "FieldReports.test_settings_with_marks_and_comments "
+            "EdgesRoom.test_byte_order_marks WiredRoom.test_comments_are_not_lost "
+            "WiredRoom.test_what_was_there_comes_back_byte_for_byte",
     "F-67": "FieldReports.test_dead_connections_in_the_pool_cost_no_ask",
 }
 # What has no test yet, and why; move a row up when its part is there.
 UNTESTED = {
-    "F-57": "launcher: not there yet", "F-58": "launcher: not there yet",
-    "F-59": "launcher: not there yet (EdgesRoom.test_byte_order_marks reads such files)",
     "F-68": "routing: no model is unloaded when idle"}
 
 
@@ -16816,7 +16823,10 @@ class RealSwap(Real):
         self.assertEqual(c.json("GET", "/v1/models")["data"][0]["id"], "one")
 
 
-class FieldReports(Case):
+class FieldReports(LaunchCase):
+    def setUp(self):
+        self.home, self.bin, self.said = self.folder(), self.folder(), []
+
     def test_every_report_has_a_test(self):
         wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
         self.assertEqual({int(f[2:]) for f in {**REPORTS, **UNTESTED}}, wanted)
@@ -16828,6 +16838,153 @@ class FieldReports(Case):
                     case, _, test = name.partition(".")
                     self.assertIn(globals()[case], cases)
                     self.assertTrue(callable(getattr(globals()[case], test)))
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_a_launch_wins_over_the_agents_own_settings(self):
+        "F-57, F-24: other keys and addresses lose, and the user's file stays."
+        d = self.daemon(self.fake(model="m9"))
+        self.install("claude")
+        own = os.path.join(self.home, ".claude", "settings.json")
+        os.makedirs(os.path.dirname(own))
+        text = json.dumps({"env": {"ANTHROPIC_BASE_URL": "http://127.0.0.1:9/elsewhere",
+                                   "ANTHROPIC_API_KEY": "sk-own",
+                                   "CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}})
+        with open(own, "w", encoding="utf-8") as f:
+            f.write(text)
+        foreign = {"ANTHROPIC_API_KEY": "sk-1", "ANTHROPIC_AUTH_TOKEN": "sk-2",
+                   "ANTHROPIC_BASE_URL": "http://127.0.0.1:9", "OPENAI_API_KEY": "sk-3",
+                   "CLAUDE_CODE_OAUTH_TOKEN": "sk-4", "CLAUDE_CODE_USE_BEDROCK": "1"}
+        for extra in ([], ["--settings", own]):
+            with self.subTest(extra):
+                c = self.context(d, foreign)
+                self.assertEqual(toki.launch(toki.find_name("claude"), c, extra), 0)
+                env = dict(line.split("=", 1) for line in self.read("env").splitlines()
+                           if "=" in line)
+                self.assertEqual(set(foreign) & set(env), set())
+                given = json.loads(self.read("settings.json"))["env"]
+                self.assertEqual(given["ANTHROPIC_BASE_URL"], d.url() + "/anthropic")
+                self.assertEqual(given["ANTHROPIC_AUTH_TOKEN"], toki.local_token(
+                    toki.REAL, d.where, create=False))
+                self.assertEqual((given["ANTHROPIC_API_KEY"],
+                                  given["CLAUDE_CODE_ATTRIBUTION_HEADER"]), ("", "0"))
+                self.assertEqual(self.read(".claude/settings.json"), text)
+        for word in ("--model", "--model=opus"):
+            with self.assertRaises(toki.UsageError):
+                toki.launch(toki.find_name("claude"), c, [word])
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_a_launch_that_reached_another_server_is_told(self):
+        "F-57: did the first request come here?"
+        d = self.daemon(self.fake())
+        self.install("claude")
+        agent, c = toki.find_name("claude"), self.context(d)
+        toki.launch(agent, c, ["-p", "hello"])
+        self.assertIn("no ask of Claude Code came here", "\n".join(self.said))
+        self.said.clear()
+        with open(os.path.join(self.bin, "claude"), "w", encoding="utf-8") as f:
+            f.write(f"#!{sys.executable}\nimport urllib.request as r\n"
+                    f"r.urlopen(r.Request('{d.url()}/v1/chat/completions', "
+                    "b'{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}], "
+                    "\"max_tokens\": 1}')).read()\n")
+        self.assertEqual(toki.launch(agent, c, ["-p", "hello"]), 0)
+        self.assertNotIn("came here", "\n".join(self.said))
+
+    SHIM = ('@ECHO off\r\nGOTO start\r\n:find_dp0\r\nSET dp0=%~dp0\r\nEXIT /b\r\n:start'
+            '\r\n"%_prog%"  "%dp0%\\node_modules\\@anthropic-ai\\claude-code\\cli.js" %*\r\n')
+
+    def shims(self, **texts):
+        "A folder with a space in it that holds these programs."
+        folder = os.path.join(self.folder(), "with space")
+        os.makedirs(folder)
+        for name, text in texts.items():
+            with open(os.path.join(folder, name.replace("_", ".")), "w",
+                      encoding="utf-8", newline="") as f:
+                f.write(text)
+        return folder
+
+    def test_npm_shims_are_started_without_a_command_line(self):
+        "F-58: the script without an ending, .cmd and .ps1 side by side."
+        folder = self.shims(claude="#!/bin/sh\n", claude_cmd=self.SHIM, claude_ps1="x")
+        edges = toki.REAL._replace(proc=FakeProc({"node"}))
+        want = ["/bin/node",
+                folder + "/node_modules/@anthropic-ai/claude-code/cli.js"]
+        for name in ("claude", "claude.cmd"):
+            got = toki.agent_command(folder + "/" + name, edges)
+            self.assertEqual(got, want, name)
+        exe = folder + "/claude.exe"
+        self.assertEqual(toki.agent_command(exe, edges), [exe])
+        plain = self.shims(claude="#!/bin/sh\n")
+        self.assertEqual(toki.agent_command(plain + "/claude", edges),
+                         [plain + "/claude"])
+        other = self.shims(claude_cmd="@echo hello %*\r\n")
+        batch = toki.agent_command(other + "/claude.cmd", edges)
+        self.assertEqual(batch, [other + "/claude.cmd"])
+        toki.check_batch([*batch, "-p", "say hi", "C:\\a b\\c"])
+        for word in ("100%", "a & b", 'say "hi"', "a\nb", "x^y", "a|b", "<", "!x!"):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.check_batch([*batch, word])
+            self.assertIn(".exe", caught.exception.hint)
+            toki.check_batch([*want, word])
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_arguments_arrive_as_they_were_typed(self):
+        "F-58: quotes, %, & and line ends."
+        words = ["-p", 'a "b"', "100% %PATH%", "c & d | e", "f\ng", "$HOME `x`", "ü '"]
+        self.install("claude")
+        toki.launch(toki.find_name("claude"), self.context(self.daemon(self.fake())), words)
+        self.assertTrue(self.read("argv").endswith("\n" + "\n".join(words) + "\n"))
+
+    def test_a_missing_agent_says_how_to_install_it(self):
+        "F-58: a hint, no traceback."
+        for agent in toki.AGENTS:
+            with self.assertRaises(toki.TokiError) as caught:
+                toki.launch(agent, self.context(None), [])
+            self.assertIn(agent.title, caught.exception.message)
+            self.assertEqual(caught.exception.hint, agent.install)
+
+    def test_settings_with_marks_and_comments(self):
+        "F-59: toki's own file in every dress; an agent's in the dress it had."
+        path = os.path.join(self.folder(), "config")
+        plain = "# mine\n[toki]\nslots = 3\n; more\n"
+        for data in (plain.encode(), ("\ufeff" + plain).encode(), plain.encode("utf-16"),
+                     plain.replace("\n", "\r\n").encode("utf-8-sig")):
+            with open(path, "wb") as f:
+                f.write(data)
+            config = toki.load_config({}, {}, toki.REAL.disk.read_text(path))
+            self.assertEqual((config.slots, config.origin["slots"]), (3, "file"), data)
+        self.assertEqual(toki.load_config({}, {}, "").origin["slots"], "default")
+        for text in ("slots = 3\n", "[toki]\nslots\n"):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.load_config({}, {}, text)
+            self.assertRegex(caught.exception.message, r"line:? +\d")
+        over = {"env": {"A": "1"}}
+        for mark in ("", "\ufeff"):
+            for end in ("\n", "\r\n"):
+                old = mark + end.join(("{", '    "model": "ä"', "}", ""))
+                new = toki.wired_text("json", old, over)
+                self.assertEqual(new, mark + end.join((
+                    "{", '    "model": "ä",', '    "env": {', '        "A": "1"',
+                    "    }", "}", "")))
+                old = mark + end.join(("# mine", 'model = "x"  # why', "[a]", ""))
+                new = toki.wired_text("toml", old, {"": {"model": "m"}})
+                self.assertEqual(new.startswith("\ufeff"), bool(mark))
+                self.assertEqual(new.count("\n"), new.count(end))
+                self.assertIn("# mine", new)
+                self.assertEqual(toki.unwired_text("toml", new, {}, ""), old)
+        for text in ('{\n  // mine\n  "a": 1}', '{\n  "a": 1,\n}', "[1]\n", "{\n"):
+            with self.assertRaises(toki.UsageError):
+                toki.wired_text("json", text, over)
+        self.assertEqual(json.loads(toki.wired_text("json", "", over)), over)
+        own = os.path.join(self.home, ".qwen", "settings.json")
+        os.makedirs(os.path.dirname(own))
+        raw = '{"a": 1}'.encode("utf-16")
+        with open(own, "wb") as f:
+            f.write(raw)
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.wire_client("qwen", self.context(self.daemon(self.fake())), yes=True)
+        self.assertIn("UTF-8", caught.exception.message)
+        with open(own, "rb") as f:
+            self.assertEqual(f.read(), raw)
 
     def test_calls_with_one_index_are_told_apart(self):
         "F-03: distinct rising indices, each call's arguments whole."
