@@ -24035,6 +24035,7 @@ input, select, textarea {
   background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
   padding: 0.4rem 0.55rem; max-width: 100%;
 }
+::placeholder { color: var(--soft); opacity: 1; }
 :focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
 .soft { color: var(--soft); }
 .fig { font-variant-numeric: tabular-nums; }
@@ -24088,7 +24089,7 @@ main { min-width: 0; height: 100dvh; }
   border-bottom: 1px solid var(--line); }
 .bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap; font-size: 1.2rem; }
-.bar select { max-width: 16rem; }
+.bar select { max-width: 16rem; text-overflow: ellipsis; }
 #scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
 #messages, .composer { max-width: 45rem; margin: 0 auto; }
 #messages.wide { max-width: 80rem; }
@@ -24195,11 +24196,11 @@ ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none;
 /* --- cache --- */
 #cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
 #cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
-.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
-  justify-content: space-between; margin: 0 auto; }
+.figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr));
+  gap: 1rem 2.5rem; margin: 0 auto; }
 .figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
   font-variant-numeric: lining-nums; }
-.figures span { color: var(--soft); font-size: 0.875rem; }
+.figures span { color: var(--soft); font-size: 0.875rem; text-wrap: balance; }
 #cache > section { margin-top: 2.6rem; }
 .head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
   margin-bottom: 0.8rem; }
@@ -24289,7 +24290,8 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   #cache { padding: 1.1rem 0.9rem 3rem; }
   .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
   .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
-  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  .forest li { gap: 0.35rem; } .forest li .more { display: none; }
+  .forest li button { padding: 0.1rem 0.3rem; }
   #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
   .message .tools, .talks li button.small { opacity: 1; }
 }
@@ -24398,6 +24400,8 @@ status</code>.</p></noscript>
 </section>
 </main>
 <div class="away" role="status" aria-live="polite" id="say"></div>
+<div class="away" role="log" aria-live="polite" aria-label="Reply as it comes"
+ id="heard"></div>
 
 <dialog id="login" aria-labelledby="h-login"><form method="dialog">
  <h2 id="h-login">This needs the token</h2>
@@ -24822,6 +24826,25 @@ function wordDiff(a, b) {
     }
   }
   put("same", x.slice(p).join(""));
+  return whole(out);
+}
+/* Changes with nothing but blanks between them are one change: read as phrases. */
+function whole(parts) {
+  const out = [];
+  let less = "", more = "";
+  const flush = () => {
+    if (less) out.push(["less", less]);
+    if (more) out.push(["more", more]);
+    less = more = "";
+  };
+  parts.forEach(([kind, text], i) => {
+    const between = kind === "same" && !text.trim() && (less || more)
+      && i + 1 < parts.length;
+    if (kind === "same" && !between) { flush(); out.push([kind, text]); return; }
+    if (kind !== "more") less += text;
+    if (kind !== "less") more += text;
+  });
+  flush();
   return out;
 }
 const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
@@ -25131,6 +25154,7 @@ async function stream(part, body, message, signal) {
         if (delta.content) part.text += delta.content;
       }
       if (event.cache) part.cache = event.cache;
+      if (part === message) aloud(part.text);
       refresh(message);
     }
   } catch (error) {
@@ -25141,12 +25165,23 @@ async function stream(part, body, message, signal) {
   delete part.state;
   return !part.error && !part.stopped;
 }
+/* A screen reader hears a reply while it grows, a sentence or a line at a time. */
+let told = 0;
+function aloud(text, end) {
+  const rest = text.slice(told), cut = /^[^]*(?:[.!?:]\s|\n)/.exec(rest);
+  const part = end ? rest : cut ? cut[0] : "";
+  told += part.length;
+  if (part.trim()) $("heard").append(el("p", { text: part.trim() }));
+}
 async function reply(talk) {
   const how = mode(), upTo = talk.messages.slice();
   const message = { role: "assistant", text: "", model: $("model").value };
   if (how === "compare") message.raw = { text: "" };
   talk.messages.push(message);
   running = { talk, message, abort: new AbortController() };
+  told = 0;
+  $("heard").replaceChildren();
+  say("toki replies");
   const { signal } = running.abort;
   store(talk);
   if (talk === here) drawChat();
@@ -25164,6 +25199,7 @@ async function reply(talk) {
     message.error = error.message;
   }
   running = null;
+  aloud(message.text, true);
   if (talks.has(talk.id)) store(talk);
   const place = $("scroll").scrollTop;
   if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
@@ -25229,12 +25265,15 @@ function drawFigures() {
   const c = state.counters, rate = state.rates.prefill_ms_per_token;
   const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
   const digits = share > 99 || share < 10 ? 1 : 0;
+  const computed = c.computed_tokens + c.side_tokens;      // heads made ahead count too
   const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
-    "of prompt tokens were reused"],
-  [num(c.reused_tokens), "tokens not computed again"],
-  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
-  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
-    `less to compute, over ${many(c.asks, "ask")}`]];
+    "reuse share: prompt tokens that the engine's own count says it did not compute"],
+  [num(c.reused_tokens), `of ${num(c.prompt_tokens)} prompt tokens reused, over `
+    + many(c.asks, "ask")],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown",
+    "of prefill saved, at the speed measured here"],
+  [computed ? `${(c.prompt_tokens / computed).toFixed(1)}×` : "–",
+    "prompt tokens for each one computed, heads made ahead included"]];
   $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
     el("b", { class: "fig", text: figure }), el("span", { text }))));
 }
@@ -25341,9 +25380,9 @@ function snapRow(s) {
   return el("li", null, el("span", { class: "mark snap" }),
     el("div", null, (s.label || `Saved ${s.sort}`)
       + (s.pinned ? ", pinned" : ""),
-      el("p", { class: "fig", text: `${many(s.size, "token")}, `
-        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
-          : "unused yet"}` })),
+      el("p", { class: "fig", text: many(s.size, "token") }, el("span",
+        { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
+          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
