@@ -11663,7 +11663,7 @@ class RealPage(Case):
         b.keys("escape")
         self.assertEqual(b.errors(), [])
 
-    def test_drop_takes_a_snapshot_away(self):
+    def test_drop_says_what_it_takes_away(self):
         server = RealServer(tiny("llama-dense"))
         self.addCleanup(server.stop)
         d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
