@@ -20344,7 +20344,8 @@ def status_text(state: dict) -> str:
 # ============================================================================
 # 54. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
-#    agent_version, agent_facts, show_wiring, launch, served_model.
+#    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
+#    served_model.
 # ============================================================================
 _HIDDEN = "(the local token)"
 _STAND_IN = "PRIVATE"           # stands for the folder in `--print`
@@ -20374,6 +20375,18 @@ def agent_command(path: str, edges: Edges) -> list:
     target = re.sub(r"[^\\/]*$", "", shim) + script
     return [target] if target.lower().endswith(".exe") else \
         [edges.proc.which("node") or "node", target]
+
+
+def check_batch(command: Sequence[str]) -> None:
+    """UsageError when a batch file would be given a word that cmd.exe reads as its own
+    (CVE-2024-1874 and its kin: no quoting is safe there)."""
+    if command[0].lower().endswith((".cmd", ".bat")):
+        for word in command[1:]:
+            if re.search(r'["%&|<>^!\r\n]', word):
+                raise UsageError(
+                    f"{command[0]} is a batch file, and {word[:40]!r} would not arrive "
+                    "there as it is",
+                    "install the agent as an .exe or by npm, or leave that word out")
 
 
 def agent_version(agent: Agent, edges: Edges) -> str:
@@ -20550,9 +20563,25 @@ def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = Fals
         for name, text in made.files.items():
             c.edges.disk.write(facts.file(name), text.encode())
         host = urllib.parse.urlsplit(facts.url).hostname or ""
-        return c.edges.proc.attached(
-            [*agent_command(path, c.edges), *made.argv[1:]],
-            _child_environment(made, c.edges, host))
+        command = [*agent_command(path, c.edges), *made.argv[1:]]
+        check_batch(command)
+        asks = _asks_seen(c)
+        code = c.edges.proc.attached(command, _child_environment(made, c.edges, host))
+        if asks is not None and _asks_seen(c) == asks:
+            c.edges.term.err(
+                f"toki: no ask of {agent.title} came here; if it had one, settings of "
+                "its own or of this machine's administrator lead elsewhere (`toki "
+                f"launch --print {agent.name}` shows what toki sets)")
+        return code
+
+
+def _asks_seen(c: Any) -> Optional[tuple]:
+    "A mark that changes with every ask begun; None when the daemon does not tell."
+    with contextlib.suppress(TokiError, OSError):
+        token = local_token(c.edges, c.where, create=False)
+        state = daemon_json(c.edges, *_address(c), "GET", "/toki/state", None, token)
+        return state["counters"]["asks"], state["open"]
+    return None
 
 
 def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
@@ -20710,13 +20739,14 @@ def _toml_wired(text: str, over: dict) -> str:
 
 def _toml_unwired(text: str) -> str:
     kept, inside = [], False
-    for line in text.splitlines(keepends=True):
+    mark = "\ufeff" * text.startswith("\ufeff")
+    for line in text[len(mark):].splitlines(keepends=True):
         word = line.strip()
         inside = inside or word == _BEGIN
         if not inside:
             kept.append(line[len(_ASIDE):] if line.startswith(_ASIDE) else line)
         inside = inside and word != _END
-    return "".join(kept)
+    return mark + "".join(kept)
 
 
 def wired_text(form: str, text: str, over: dict) -> str:
@@ -21358,8 +21388,8 @@ def fit_lines(lines: Sequence[Line], height: int) -> list:
     return (list(lines) + [[]] * height)[:height]
 
 
-def help_lines(rows: Sequence[tuple], width: int) -> list:
-    "A list of keys as a page."
+def help_lines(rows: Sequence[tuple], width: int, height: int) -> list:
+    "A list of keys as a page; closer together, at last cut and said so, in a low one."
     out: list = [[], [("name", "  Keys")], []]
     for keys, text in rows:
         if width < 50:
@@ -21368,7 +21398,15 @@ def help_lines(rows: Sequence[tuple], width: int) -> list:
             continue
         for i, row in enumerate(text_wrap(text, width - 24)):
             out.append([("key", f"  {keys:20}" if i == 0 else " " * 22), ("", row)])
-    return out + [[], [("dim", "  any key goes back")]]
+    out += [[], [("dim", "  any key goes back")]]
+    if len(out) <= height:
+        return out
+    text = " · ".join(f"{keys}: {text}" for keys, text in rows)
+    out = [[("", " " + row)] for row in text_wrap(text, max(1, width - 2))]
+    last = " any key goes back"
+    if len(out) >= height:
+        last = " … more in a larger window;" + last
+    return [*out[:max(0, height - 1)], [("dim", text_cut(last, max(1, width - 1)))]]
 
 
 # ---- a field to type in ------------------------------------------------------------
@@ -21930,7 +21968,7 @@ _CHAT_KEYS = (
 def chat_frame(chat: Chat, width: int, height: int) -> list:
     "The whole screen as lines; no more than `height`, none wider than `width`."
     if chat.help:
-        return help_lines(_CHAT_KEYS, width)[:height]
+        return help_lines(_CHAT_KEYS, width, height)
     if height < 6 or width < 20:
         return (_transcript(chat, max(12, width))[-max(0, height - 1):]
                 + _field_lines(chat, max(12, width), 3))[-height:]
@@ -22438,7 +22476,7 @@ def _top_asks(state: dict, width: int) -> list:
 def top_frame(top: Top, width: int, height: int) -> list:
     "The whole screen as lines, at most `height`; the asks take what is left."
     if top.help:
-        return help_lines(_TOP_KEYS, width)[:height]
+        return help_lines(_TOP_KEYS, width, height)
     lines = _top_head(top, width)
     if top.state is not None:
         state = top.state
@@ -22765,7 +22803,7 @@ def _view_lines(s: Launcher, width: int, room: int) -> tuple:
 def launcher_frame(s: Launcher, width: int, height: int) -> list:
     "The whole screen as lines."
     if s.view == "help":
-        return help_lines(_LAUNCHER_KEYS, width)[:height]
+        return help_lines(_LAUNCHER_KEYS, width, height)
     head = _launcher_head(s, width, height)
     room = max(1, height - len(head) - 3)
     lines, about, keys = _view_lines(s, width, room)
@@ -25335,7 +25373,7 @@ async function tune() {
 }
 
 /* --- cache view: state --- */
-let state = null, late = 0, listening = false, chosen = null;
+let state = null, late = 0, listening = false, chosen = null, served = "";
 async function look() {
   try {
     state = await ask("/toki/state", { quiet: true });
@@ -25349,6 +25387,7 @@ async function look() {
     return;
   }
   const e = state.engine, ok = e.state === "ready";
+  if (ok && e.model !== served) { served = e.model; loadModels(); }
   $("dot").toggleAttribute("data-ok", ok);
   $("engine").textContent = ok ? `${e.n_slots} slots of ${num(e.n_ctx)} tokens`
     : `engine ${e.state}${e.trouble ? ": " + e.trouble : ""}`;
