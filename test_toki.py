@@ -13144,12 +13144,12 @@ class Turns(MessagesCase):
                          [("user", "Result of an unknown call:\nr")])
 
     def test_many_odd_results_take_no_time(self):
-        began, n = time.monotonic(), 5000
+        began, n = time.process_time(), 5000
         out = talk(user("x"), agent(*(use(f"c_{i}") for i in range(n))),
                    user(*(result(f"c{i}", "r") for i in reversed(range(n)))))
         talk(*[{"role": "system", "content": "s"}] * 20_000, *[user("x")] * 20_000)
         self.assertEqual(len(out), n + 2)
-        self.assertLess(time.monotonic() - began, 5)
+        self.assertLess(time.process_time() - began, 5)
 
 
 # ============================================================================
@@ -13430,10 +13430,10 @@ class ToChat(MessagesCase):
             nested = {"type": "document", "source": {"type": "content",
                                                      "content": [nested]}}
         self.assertEqual(talk(user(nested)), [("user", "")])
-        began = time.monotonic()
+        began = time.process_time()
         for more in (" a=b" * 200_000, "a" * 1_000_000):
             calm(chat(user("x"), system="x-anthropic-billing-header:" + more))
-        self.assertLess(time.monotonic() - began, 5)
+        self.assertLess(time.process_time() - began, 5)
 
 
     def test_any_json_is_understood_or_refused(self):
@@ -13612,13 +13612,13 @@ class FromChat(MessagesCase):
                                                                 {0: '{"a": "hal'}))
 
     def test_long_arguments_take_linear_time(self):
-        began = time.monotonic()
+        began = time.process_time()
         s = toki.AnthropicStream(ask(), "m")
         s.feed(piece(0, '{"a":"', "f", "c"))
         s.feed(piece(1, "", "f", "d"))
         for _ in range(20_000):
             s.feed(piece(0, "x" * 50))
-        self.assertLess(time.monotonic() - began, 10)
+        self.assertLess(time.process_time() - began, 10)
 
     def test_stop_reasons(self):
         word = {"__verbose": {"stopping_word": "END"}}
