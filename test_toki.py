@@ -2949,6 +2949,20 @@ class Fit(Case):
         self.assertEqual(self.limited(10, ctx=fits, slots=4, fixed=("ctx", "slots")).ctx,
                          fits)
 
+    def test_a_context_that_does_not_fit_can_be_forced(self):
+        asked = dict(ctx=100_000, slots=4, fixed=("ctx", "slots"))
+        with self.assertRaises(toki.UsageError) as caught:
+            self.limited(10, **asked)
+        self.assertIn("--force-ctx", caught.exception.hint)
+        p = self.limited(10, force=True, **asked)
+        self.assertEqual((p.ctx, p.slots), (100_000, 4))
+        self.assertEqual(p.steps, ("forced: " + caught.exception.message,))
+        self.assertIn("does not fit:", toki.fit_text(p))
+        with self.assertRaises(toki.UsageError):     # only what the user chose is forced
+            self.limited(0.5, force=True)
+        self.assertEqual(self.limited(10, force=True, ctx=4096, fixed=("ctx",)).steps,
+                         self.limited(10, ctx=4096, fixed=("ctx",)).steps)
+
     def test_settings_become_wishes(self):
         def wishes(**cli):
             return toki.wishes_of(toki.load_config(cli, {}))
@@ -3043,9 +3057,9 @@ class Fit(Case):
         self.table((
             ("a processor", [("CPU_Mapped", 92.1)], "cpu"),
             ("its own layout", [("CPU_REPACK", 50), ("AMX", 9)], "cpu"),
-            ("one card", [("CPU_Mapped", 70), ("CUDA0", 4000)], "gpu"),
-            ("a card first", [("ROCm1", 4000), ("CPU", 70)], "gpu"),
-            ("a Mac", [("MTL0_Mapped", 4000), ("CPU_Mapped", 1)], "gpu"),
+            ("one card", [("CPU_Mapped", 70), ("CUDA0", 4000)], "cuda"),
+            ("a card first", [("ROCm1", 4000), ("CPU", 70)], "rocm"),
+            ("a Mac", [("MTL0_Mapped", 4000), ("CPU_Mapped", 1)], "metal"),
             ("a card that holds nothing", [("CUDA0", 0), ("CUDA_Host", 4000)], "cpu"),
             ("a processor in disguise",
              ["using device Vulkan0 (llvmpipe (LLVM 15.0.6)) (unknown id)",
@@ -9326,15 +9340,16 @@ class InstallScript(Case):
         self.assertIn("start it: toki up", said)
         self.assertIn(f'PATH="{self.home}/.local/bin:$PATH"', said)
         self.assertIn(toki.__version__, self.sh("version", program=command))
-        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")],
-                         [".local/bin/toki", ".local/share/toki/toki.py"])
+        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")], [
+            ".local/bin/toki", ".local/share/toki/.folders",
+            ".local/share/toki/toki.py"])
         self.assertIn("up to date", self.sh())
         with open(os.path.join(self.source, "toki.py"), "a") as f:
             f.write("# newer\n")
         self.sh()
         self.assertIn(".local/share/toki/toki.py.prev", self.files())
         self.sh("--uninstall")
-        self.assertEqual(self.files(), [])
+        self.assertEqual(os.listdir(self.home), [])
 
     def test_purge_takes_the_state_and_nothing_else(self):
         self.quick()
@@ -9348,9 +9363,11 @@ class InstallScript(Case):
         self.assertIn(".local/bin/toki", self.files())   # refused before anything went
         self.assertIn("--purge removes it", self.sh("--uninstall"))
         self.assertIn(".local/state/toki/token", self.files())
+        os.mkdir(os.path.join(self.home, ".local/bin"))      # somebody else's now
         self.sh()
         self.sh("--uninstall", "--purge")
         self.assertEqual(self.files(), [".local/state/other/file"])
+        self.assertTrue(os.path.isdir(os.path.join(self.home, ".local/bin")))
 
     def test_sums_and_dead_ends(self):
         self.quick()
@@ -10325,6 +10342,8 @@ class PullRoom(ModelsCase):
         self.assertIn("SSL_CERT_FILE", self.words(toki.TokiError, self.pull))
         self.edges = real
         self.assertIn("no address", self.words(toki.UsageError, self.pull, hub="hub"))
+        self.assertIn("no web address", self.words(toki.UsageError, self.pull,
+                                                   hub="http://[::1"))
 
 
 class ModelCommands(ModelsCase):
@@ -11106,6 +11125,36 @@ class RealShelf(Real):
 
 class RealInstall(Real):
     "Engines are installed, and mended, with a real llama-server."
+
+    def test_model_check_loads_and_asks(self):
+        base, model = self.folder(), self.broken_template()
+        no_server = os.path.join(base, "no-server")
+        with open(no_server, "w") as f:
+            f.write("#!/bin/sh\necho not today; exit 3\n")
+        os.chmod(no_server, 0o755)
+        registry = os.path.join(base, "models.json")
+        with open(registry, "w") as f:
+            json.dump({"models": {
+                name: {"file": file, "binary": binary, "args": args}
+                for name, file, binary, args in (
+                    ("good", tiny("gemma3-swa128"), real_engine(), []),
+                    ("odd", model, real_engine(), []),
+                    ("wide", tiny("llama-dense"), real_engine(),
+                     ["--rope-scale", "nought"]),
+                    ("lost", tiny("llama-dense"), no_server, []))}}, f)
+        state = os.path.join(base, "state")
+        for name, code, words in (
+                ("good", 0, r"OK   good: loads, and answers a chat"),
+                ("odd", 0, r"WARN odd: loads.*template is broken: 'chatml'"),
+                ("wide", 0, r"WARN wide: loads.*refuses .*--rope-scale"),
+                ("lost", 1, r"FAIL lost: .*not today[^$]*models\.lost\.binary in ")):
+            with self.subTest(name), contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual((toki.main([
+                    "model", "check", name, "--state-dir", state, "--model-registry",
+                    registry, "--threads", "1", "--engine-args=--no-repack"]), name),
+                    (code, name), out.getvalue())
+            self.assertRegex(out.getvalue(), words)
+            self.assertFalse(os.path.exists(os.path.join(state, "check")))
 
     def broken_template(self):
         "A tiny model whose chat template cannot be parsed."

