@@ -6042,6 +6042,14 @@ class Machine(Case):
 
 
 class Stack(Case):
+    def test_a_daemon_is_reached_on_whatever_it_listens(self):
+        for host, want in (("127.0.0.1", "http://127.0.0.1:9"), ("::1", "http://[::1]:9"),
+                           ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9"),
+                           ("box.lan", "http://box.lan:9"), ("", "http://127.0.0.1:9")):
+            self.assertEqual(toki.http_address(host, 9), want)
+        with self.assertRaises(toki.EngineGone):     # it was called no address at all
+            toki.daemon_json(toki.REAL, "::1", toki.REAL.net.free_port(), "GET", "/health")
+
     def test_second_daemon_on_one_state_folder_is_refused(self):
         fake = self.fake()
         d = self.daemon(fake)
@@ -6649,6 +6657,38 @@ class WiredRoom(LaunchCase):
         self.assertEqual(self.read(".codex/config.toml"), self.CODEX)
         self.assertFalse(os.path.exists(os.path.join(self.home, ".pi/agent/models.json")))
         self.assertEqual(toki.rewire_all(c), [])
+
+    @unittest.skipIf(os.name == "nt", "links need a right there")
+    def test_a_link_stays_a_link(self):
+        "Configurations kept elsewhere and linked to their place."
+        c = self.context(self.daemon(self.fake(model="m9")))
+        kept = self.put("dotfiles/settings.json", '{"model": "opus"}')
+        place = os.path.join(self.home, ".claude", "settings.json")
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.symlink(kept, place)
+        toki.wire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertIn(b"m9", self.raw("dotfiles/settings.json"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertEqual(self.raw("dotfiles/settings.json"), b'{"model": "opus"}')
+
+    def test_without_the_kept_bytes_only_what_toki_put_in_goes(self):
+        c = self.context(self.daemon(self.fake(model="m9")))
+        self.put(".claude/settings.json", '{"theme": "dark"}')
+        toki.wire_client("claude", c, yes=True)
+        os.unlink(c.where.file("wired", "claude-0.before"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertEqual(json.loads(self.raw(".claude/settings.json")),
+                         {"theme": "dark"})
+
+    def test_damaged_records_are_no_records(self):
+        c = self.context(self.daemon(self.fake()))
+        for text in (b"[]", b"7", b"{"):
+            toki.REAL.disk.write(c.where.file("wired.json"), text)
+            self.assertEqual(toki.rewire_all(c), [])
+            with self.assertRaises(toki.UsageError):
+                toki.unwire_client("claude", c, yes=True)
 
     def test_those_that_cannot_be_wired_say_so(self):
         c = self.context(self.daemon(self.fake()))
@@ -7395,6 +7435,83 @@ class Terminal(Case):
         t.wait("( • • )")
         t.keys("q")
         t.check_usable(0)
+
+    STUB = ("import collections, sys; sys.path.insert(0, sys.argv.pop())\n"
+            "import toki\n"
+            "Model = collections.namedtuple('Model', 'name file ctx active')\n"
+            "Agent = collections.namedtuple('Agent', 'name title install')\n"
+            "toki.AGENTS = tuple(Agent('a%d' % n, 'Agent %d' % n, 'npm i a%d' % n)\n"
+            "                    for n in range(1, 17))\n"
+            "toki.agent_version = lambda a, e: '2.1'\n"
+            "toki.launch = lambda a, c, x: print(a.title, 'was here') or 0\n"
+            "hall = toki._hall\n"
+            "models = lambda: [Model('m1', '/f1', 4096, True),\n"
+            "                  Model('m2', '/f2', 0, False)]\n"
+            "toki._hall = lambda c: hall(c)._replace(models=models,\n"
+            "    up=lambda: print('up was asked for'),\n"
+            "    restart=lambda: print('a restart was asked for'),\n"
+            "    use=lambda *a: print('use', *a))\n"
+            "sys.exit(toki.main([]))\n")
+
+    def stub(self):
+        path = os.path.join(self.folder(), "stub.py")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(self.STUB)
+        return path
+
+    def test_launcher_keys_change_models_and_the_stack(self):
+        t = self.begin(self.stub(), HERE)
+        t.wait("( • • )", "Agent 8", "2.1", "ready")
+
+        def away(*wanted):
+            t.wait(*wanted, "[Enter: back to toki]")
+            self.assertEqual(t.ask("alternate_on"), "0")
+            t.keys("Enter")
+            t.wait("( • • )", "Enter start")
+            t.keys("C-l")
+        for n in "123456789":
+            t.keys(n)
+            t.wait(f"Agent {int(n) - 1}" if n != "1" else "Toki Chat")
+        t.keys("Enter")
+        t.wait("Agent 8 ended")
+        t.keys("Right")
+        t.wait("m1", "m2", "c context")
+        t.keys("Left")
+        t.wait("Enter start")
+        t.keys("m", "Down", "Enter")
+        away("use m2 0")
+        t.keys("m", "c")
+        t.wait("context › 4096")
+        t.keys("C-u", "5", "1", "2", "Enter")
+        away("use m1 512")
+        t.keys("r")
+        away("a restart was asked for")
+        t.keys("Down")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12
+                   and "Agent" in t.screen() and "q quit" not in t.screen().split("\n")[0])
+        for view, word in (("?", "any key"), ("s", "slots"), ("m", "m2")):
+            t.keys(view)
+            t.wait(word)
+            t.keys("Left")
+            self.until(lambda: "toki ●" in t.screen() and "Agent" in t.screen(), "the list")
+        t.resize(80, 24)
+        t.wait("( • • )", "Enter start")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_u_starts_the_stack(self):
+        t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
+        t.start(self.stub(), HERE)
+        t.wait("nothing runs", "Agent 1")
+        t.keys("u")
+        t.wait("up was asked for", "[Enter: back to toki]")
+        t.keys("Enter")
+        t.wait("nothing runs")
+        t.keys("2", "Enter")
+        t.wait("Start engine and daemon now?")
+        t.keys("n", "C-c")
+        t.check_usable(130)
 
     def test_every_key_of_the_launcher(self):
         "Each key on the real screen; what takes an engine only says that it was asked."
@@ -8526,6 +8643,23 @@ class Fetch(FetchCase):
         self.get(secret={"Authorization": "Bearer hush"})
         seen = [(p.split("/")[1], h.get("Authorization")) for p, h in self.web.log]
         self.assertEqual(seen, [("dl", "Bearer hush"), ("cdn", None)])
+
+    def test_a_length_that_is_no_number_is_no_length(self):
+        class Odd:
+            status, headers = 200, {"Content-Length": "many"}
+
+            def __init__(self, data):
+                self.read = io.BytesIO(data).read
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+        net = toki.Net()
+        net.visit = lambda url, headers, timeout: Odd(self.data)
+        self.edges = self.edges._replace(net=net)
+        self.assertEqual(self.get(size=0), self.sum)
 
     def test_dead_ends_are_named(self):
         self.url = f"http://127.0.0.1:{self.web.port}/dl/t/none"
@@ -10078,6 +10212,11 @@ class PullRoom(ModelsCase):
         self.check_whole()
         self.assertIn("not taken", "\n".join(self.said))
         self.assertNotIn("hf_old", "\n".join(self.said))
+
+    def test_a_hubs_words_cannot_steer_the_terminal(self):
+        for headers, value in (({"X-Error-Message": "no\x1b]0;x\x07 way\x9b2J"}, None),
+                               ({}, {"error": "no\x1b]0;x\x07 way\x9b2J"})):
+            self.assertEqual(toki._words(headers, value), "no ]0;x way 2J")
 
     def test_the_token_stays_with_the_hub(self):
         self.hub.codes = {self.REPO: ((401, "GatedRepo", ""),) * 2}
@@ -12029,7 +12168,7 @@ class RealPage(Case):
         b.keys("escape")
         self.assertEqual(b.errors(), [])
 
-    def test_drop_takes_a_snapshot_away(self):
+    def test_drop_says_what_it_takes_away(self):
         server = RealServer(tiny("llama-dense"))
         self.addCleanup(server.stop)
         d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
@@ -12061,6 +12200,144 @@ class RealPage(Case):
             self.assertEqual(c.json("GET", "/toki/state")["recent"][-1]["model"], name)
             self.assertIn(name, b.js("return [...document.querySelectorAll("
                                      "'.assistant header')].pop().innerText"))
+        self.assertEqual(b.errors(), [])
+
+    def test_everything_that_takes_a_key_has_a_name_in_every_dialog(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "hello")
+        for opener in ("", "tune", "keys", "warm"):
+            if opener == "warm":
+                b.js("location.hash = '#cache'")
+                b.until("!document.querySelector('#cache').hidden")
+            if opener:
+                b.js("document.getElementById(arguments[0]).click()", opener)
+                b.until("document.querySelector('dialog[open]')")
+            nodes = [n for n in b.cdp("Accessibility.getFullAXTree")["nodes"]
+                     if not n.get("ignored")]
+            named = [(n["role"]["value"], n.get("name", {}).get("value", "").strip())
+                     for n in nodes]
+            for role, name in named:
+                if role in ("button", "link", "textbox", "searchbox", "combobox",
+                            "checkbox", "radio", "slider", "spinbutton", "dialog",
+                            "navigation"):
+                    self.assertTrue(name, (opener, role))
+            self.assertIn("button", [role for role, _ in named], opener)
+            if opener:
+                self.assertIn("dialog", [role for role, _ in named])
+                b.keys("escape")
+                b.until("!document.querySelector('dialog[open]')")
+            else:
+                self.assertIn("main", [role for role, _ in named])
+                live = [n for n in nodes for p in n.get("properties", [])
+                        if p["name"] == "live" and p["value"]["value"] == "polite"]
+                self.assertTrue(live)
+        self.assertEqual(b.errors(), [])
+
+    def test_a_reply_is_announced_when_it_is_whole(self):
+        d = self.daemon(self.fake(decode_ms=5), page=toki.PAGE)
+        b = self.visit(d)
+        b.js("window.heard = []; new MutationObserver(() => heard.push(document."
+             "getElementById('say').textContent)).observe(document.getElementById("
+             "'say'), {childList: true, characterData: true, subtree: true})")
+        self.say(b, "hello")
+        b.until("heard.some((x) => x.startsWith('Reply complete. '))")
+        self.assertRegex(b.js("return heard.at(-1)"), r"\d+ of \d+ tokens reused\.")
+        self.assertLess(b.js("return heard.length"), 6)      # no word by word
+
+    def test_first_paint_takes_one_answer_under_100_kb(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        got = b.js("return performance.getEntriesByType('navigation').concat("
+                   "performance.getEntriesByType('resource')).map((e) => "
+                   "[e.name, e.initiatorType, e.transferSize])")
+        files = [e for e in got if e[1] != "fetch"]
+        self.assertEqual([e[1] for e in files], ["navigation"], got)
+        self.assertGreater(sum(e[2] for e in files), 1000)
+        self.assertLess(sum(e[2] for e in files), 100 << 10)
+        self.assertGreater(b.js("return performance.getEntriesByType('paint').length"), 0)
+
+    def test_drop_takes_a_snapshot_away(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        c = Client(d)
+        for n in range(3):
+            c.chat([{"role": "system", "content": say(f"head {n}", 300)},
+                    {"role": "user", "content": "hello"}], 4)
+        c.json("POST", "/toki/cache/save", {}, headers={"x-api-key": c.token})
+        b = self.visit(d)
+        b.js("location.hash = '#cache'")
+        b.until("[...document.querySelectorAll('#forest button')].some((x) => "
+                "x.textContent === 'Drop')")
+        before = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+        name = b.js("const x = [...document.querySelectorAll('#forest button')].find("
+                    "(x) => x.textContent === 'Drop'); const name = x.getAttribute("
+                    "'aria-label'); x.click(); return name")
+        self.assertRegex(name, r"^Drop .*\d+ tokens$")
+        b.until("document.getElementById('say').textContent.startsWith('drop: ')")
+        after = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+        self.assertEqual(len(before - after), 1)
+        self.assertEqual(after - before, set())
+        self.assertEqual(b.errors(), [])
+
+    def test_conversations_leave_and_come_back(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "words to keep")
+        folder = self.folder()
+        b.cdp("Browser.setDownloadBehavior", behavior="allow", downloadPath=folder)
+        b.js("document.getElementById('export').click()")
+        path = os.path.join(folder, "toki-conversations.json")
+        self.until(lambda: os.path.exists(path), "the file")
+        with open(path, encoding="utf-8") as f:
+            kept = json.load(f)
+        self.assertEqual((kept["schema"], kept["toki"]), (1, "conversations"))
+        self.assertEqual([m["role"] for m in kept["conversations"][0]["messages"]],
+                         ["user", "assistant"])
+        reply = b.js("return here.messages[1].text")
+        b.js("localStorage.clear()")
+        b.go("about:blank")
+        b.go(f"http://127.0.0.1:{Client(d).port}/")
+        b.until("document.getElementById('model').options.length")
+        self.assertEqual(b.js("return document.querySelectorAll('#list button').length"), 0)
+        field = b.ask("POST", "/element", {"using": "css selector", "value": "#file"})
+        field = "/element/" + next(iter(field.values())) + "/value"
+        wrong = os.path.join(folder, "wrong.json")
+        with open(wrong, "w", encoding="utf-8") as f:
+            f.write("no json")
+        b.ask("POST", field, {"text": wrong})
+        b.until("document.querySelector('dialog[open]')?.innerText.includes("
+                "'cannot be imported')")
+        b.keys("escape")
+        b.until("!document.querySelector('dialog[open]')")
+        b.ask("POST", field, {"text": path})
+        b.until("document.querySelector('#list button')")
+        b.js("document.querySelector('#list button').click()")
+        b.until("here.messages.length === 2")
+        self.assertEqual(b.js("return here.messages[1].text"), reply)
+        b.js("document.getElementById('box').focus()")
+        b.keys("and on", "enter")
+        b.until("!running && here.messages.length === 4")
+        self.assertEqual(b.errors(), [])
+
+    def test_the_page_changes_models(self):
+        d, c = RealSwap.stack(self, page=toki.PAGE, swap="ask")
+        self.assertEqual({m["id"] for m in c.json("GET", "/v1/models")["data"]},
+                         {"one", "two"})
+        b = self.visit(d)
+        chosen = "return document.getElementById('model').value"
+        self.assertEqual(b.js(chosen), "one")
+        for name in ("two", "one"):
+            b.js("const m = document.getElementById('model'); m.value = arguments[0]; "
+                 "m.dispatchEvent(new Event('change'))", name)
+            b.js("document.getElementById('new').click()")
+            self.say(b, "hello", max_tokens=4)
+            self.assertEqual(b.js("return here.messages[1].error || ''"), "")
+            self.assertEqual(c.json("GET", "/toki/state")["engine"]["model"], name)
+        b.js("localStorage.removeItem('toki.model')")
+        c.json("POST", "/toki/use", {"model": "two"}, headers={"x-api-key": c.token})
+        b.until("document.getElementById('model').value === 'two'")      # it follows
         self.assertEqual(b.errors(), [])
 
     def test_narrow_and_wide_do_not_scroll_sideways(self):
@@ -12929,12 +13206,12 @@ class Turns(MessagesCase):
                          [("user", "Result of an unknown call:\nr")])
 
     def test_many_odd_results_take_no_time(self):
-        began, n = time.monotonic(), 5000
+        began, n = time.process_time(), 5000
         out = talk(user("x"), agent(*(use(f"c_{i}") for i in range(n))),
                    user(*(result(f"c{i}", "r") for i in reversed(range(n)))))
         talk(*[{"role": "system", "content": "s"}] * 20_000, *[user("x")] * 20_000)
         self.assertEqual(len(out), n + 2)
-        self.assertLess(time.monotonic() - began, 5)
+        self.assertLess(time.process_time() - began, 5)
 
 
 # ============================================================================
@@ -13215,10 +13492,10 @@ class ToChat(MessagesCase):
             nested = {"type": "document", "source": {"type": "content",
                                                      "content": [nested]}}
         self.assertEqual(talk(user(nested)), [("user", "")])
-        began = time.monotonic()
+        began = time.process_time()
         for more in (" a=b" * 200_000, "a" * 1_000_000):
             calm(chat(user("x"), system="x-anthropic-billing-header:" + more))
-        self.assertLess(time.monotonic() - began, 5)
+        self.assertLess(time.process_time() - began, 5)
 
 
     def test_any_json_is_understood_or_refused(self):
@@ -13397,13 +13674,13 @@ class FromChat(MessagesCase):
                                                                 {0: '{"a": "hal'}))
 
     def test_long_arguments_take_linear_time(self):
-        began = time.monotonic()
+        began = time.process_time()
         s = toki.AnthropicStream(ask(), "m")
         s.feed(piece(0, '{"a":"', "f", "c"))
         s.feed(piece(1, "", "f", "d"))
         for _ in range(20_000):
             s.feed(piece(0, "x" * 50))
-        self.assertLess(time.monotonic() - began, 10)
+        self.assertLess(time.process_time() - began, 10)
 
     def test_stop_reasons(self):
         word = {"__verbose": {"stopping_word": "END"}}
@@ -17300,12 +17577,21 @@ REPORTS = {
     "F-45": "ShelfRoom.test_damaged_files_cost_computing_never_the_ask "
             "RealShelf.test_harm_to_the_shelf_costs_computing_only",
     "F-46": "ShelfRoom.test_saving_that_fails_costs_nothing",
-    "F-57": "LaunchRoom.test_what_the_user_exported_and_wrote_down_does_not_win "
+    "F-57": "FieldReports.test_a_launch_wins_over_the_agents_own_settings "
+            "FieldReports.test_a_launch_that_reached_another_server_is_told "
+            "LaunchRoom.test_what_the_user_exported_and_wrote_down_does_not_win "
             "LaunchRoom.test_the_users_files_stay_as_they_are",
-    "F-58": "LaunchRoom.test_a_shim_of_npm_is_not_started_but_what_stands_behind_it "
+    "F-58": "FieldReports.test_npm_shims_are_started_without_a_command_line "
+            "FieldReports.test_arguments_arrive_as_they_were_typed "
+            "FieldReports.test_a_missing_agent_says_how_to_install_it "
+            "AgentsRoom.test_npm_shims "
+            "LaunchRoom.test_a_shim_of_npm_is_not_started_but_what_stands_behind_it "
             "LaunchRoom.test_odd_arguments_arrive_as_they_are "
-            "LaunchRoom.test_missing_agent_and_missing_daemon AgentsRoom.test_npm_shims",
-    "F-59": "EdgesRoom.test_byte_order_marks WiredRoom.test_comments_are_not_lost "
+            "LaunchRoom.test_missing_agent_and_missing_daemon",
+    "F-59": "FieldReports.test_settings_with_marks_and_comments "
+            "EdgesRoom.test_byte_order_marks "
+            "WiredRoom.test_comments_are_not_lost "
+            "WiredRoom.test_what_was_there_comes_back_byte_for_byte "
             "WiredRoom.test_marks_line_ends_and_empty_files",
     "F-67": "FieldReports.test_dead_connections_in_the_pool_cost_no_ask",
 }
@@ -17536,7 +17822,7 @@ class Fleet(Case):
 class RealSwap(Real):
     "Two models on one engine's machine: `model use`, and asks that name the other one."
 
-    def stack(self, **settings):
+    def stack(self, page="", **settings):
         state = self.folder()
         registry = os.path.join(self.folder(), "models.json")
         models = {n: {"file": tiny(m), "ctx": 4096, "slots": 2, "args": ["-t", "1"]}
@@ -17551,7 +17837,7 @@ class RealSwap(Real):
         found = toki.find_model(config, where, toki.REAL, lambda text: None)
         _, more = toki.model_setup(found, config, where, toki.REAL)
         d = toki.Daemon(config, where, process_plan=dict(
-            more, binary=real_engine(), model=found.path))
+            more, binary=real_engine(), model=found.path), page=page)
         d.start()
         self.addCleanup(d.close)
         self.assertTrue(d.keeper.up.wait(60), d.keeper.trouble)
@@ -17658,7 +17944,10 @@ class RealSwap(Real):
         self.assertEqual(c.json("GET", "/v1/models")["data"][0]["id"], "one")
 
 
-class FieldReports(Case):
+class FieldReports(LaunchCase):
+    def setUp(self):
+        self.home, self.bin, self.said = self.folder(), self.folder(), []
+
     def test_every_report_has_a_test(self):
         wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
         self.assertEqual({int(f[2:]) for f in {**REPORTS, **UNTESTED}}, wanted)
@@ -17670,6 +17959,153 @@ class FieldReports(Case):
                     case, _, test = name.partition(".")
                     self.assertIn(globals()[case], cases)
                     self.assertTrue(callable(getattr(globals()[case], test)))
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_a_launch_wins_over_the_agents_own_settings(self):
+        "F-57, F-24: other keys and addresses lose, and the user's file stays."
+        d = self.daemon(self.fake(model="m9"))
+        self.install("claude")
+        own = os.path.join(self.home, ".claude", "settings.json")
+        os.makedirs(os.path.dirname(own))
+        text = json.dumps({"env": {"ANTHROPIC_BASE_URL": "http://127.0.0.1:9/elsewhere",
+                                   "ANTHROPIC_API_KEY": "sk-own",
+                                   "CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}})
+        with open(own, "w", encoding="utf-8") as f:
+            f.write(text)
+        foreign = {"ANTHROPIC_API_KEY": "sk-1", "ANTHROPIC_AUTH_TOKEN": "sk-2",
+                   "ANTHROPIC_BASE_URL": "http://127.0.0.1:9", "OPENAI_API_KEY": "sk-3",
+                   "CLAUDE_CODE_OAUTH_TOKEN": "sk-4", "CLAUDE_CODE_USE_BEDROCK": "1"}
+        for extra in ([], ["--settings", own]):
+            with self.subTest(extra):
+                c = self.context(d, foreign)
+                self.assertEqual(toki.launch(toki.find_name("claude"), c, extra), 0)
+                env = dict(line.split("=", 1) for line in self.read("env").splitlines()
+                           if "=" in line)
+                self.assertEqual(set(foreign) & set(env), set())
+                given = json.loads(self.read("settings.json"))["env"]
+                self.assertEqual(given["ANTHROPIC_BASE_URL"], d.url() + "/anthropic")
+                self.assertEqual(given["ANTHROPIC_AUTH_TOKEN"], toki.local_token(
+                    toki.REAL, d.where, create=False))
+                self.assertEqual((given["ANTHROPIC_API_KEY"],
+                                  given["CLAUDE_CODE_ATTRIBUTION_HEADER"]), ("", "0"))
+                self.assertEqual(self.read(".claude/settings.json"), text)
+        for word in ("--model", "--model=opus"):
+            with self.assertRaises(toki.UsageError):
+                toki.launch(toki.find_name("claude"), c, [word])
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_a_launch_that_reached_another_server_is_told(self):
+        "F-57: did the first request come here?"
+        d = self.daemon(self.fake())
+        self.install("claude")
+        agent, c = toki.find_name("claude"), self.context(d)
+        toki.launch(agent, c, ["-p", "hello"])
+        self.assertIn("no ask of Claude Code came here", "\n".join(self.said))
+        self.said.clear()
+        with open(os.path.join(self.bin, "claude"), "w", encoding="utf-8") as f:
+            f.write(f"#!{sys.executable}\nimport urllib.request as r\n"
+                    f"r.urlopen(r.Request('{d.url()}/v1/chat/completions', "
+                    "b'{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}], "
+                    "\"max_tokens\": 1}')).read()\n")
+        self.assertEqual(toki.launch(agent, c, ["-p", "hello"]), 0)
+        self.assertNotIn("came here", "\n".join(self.said))
+
+    SHIM = ('@ECHO off\r\nGOTO start\r\n:find_dp0\r\nSET dp0=%~dp0\r\nEXIT /b\r\n:start'
+            '\r\n"%_prog%"  "%dp0%\\node_modules\\@anthropic-ai\\claude-code\\cli.js" %*\r\n')
+
+    def shims(self, **texts):
+        "A folder with a space in it that holds these programs."
+        folder = os.path.join(self.folder(), "with space")
+        os.makedirs(folder)
+        for name, text in texts.items():
+            with open(os.path.join(folder, name.replace("_", ".")), "w",
+                      encoding="utf-8", newline="") as f:
+                f.write(text)
+        return folder
+
+    def test_npm_shims_are_started_without_a_command_line(self):
+        "F-58: the script without an ending, .cmd and .ps1 side by side."
+        folder = self.shims(claude="#!/bin/sh\n", claude_cmd=self.SHIM, claude_ps1="x")
+        edges = toki.REAL._replace(proc=FakeProc({"node"}))
+        want = ["/bin/node",
+                folder + "/node_modules/@anthropic-ai/claude-code/cli.js"]
+        for name in ("claude", "claude.cmd"):
+            got = toki.agent_command(folder + "/" + name, edges)
+            self.assertEqual(got, want, name)
+        exe = folder + "/claude.exe"
+        self.assertEqual(toki.agent_command(exe, edges), [exe])
+        plain = self.shims(claude="#!/bin/sh\n")
+        self.assertEqual(toki.agent_command(plain + "/claude", edges),
+                         [plain + "/claude"])
+        other = self.shims(claude_cmd="@echo hello %*\r\n")
+        batch = toki.agent_command(other + "/claude.cmd", edges)
+        self.assertEqual(batch, [other + "/claude.cmd"])
+        toki.check_batch([*batch, "-p", "say hi", "C:\\a b\\c"])
+        for word in ("100%", "a & b", 'say "hi"', "a\nb", "x^y", "a|b", "<", "!x!"):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.check_batch([*batch, word])
+            self.assertIn(".exe", caught.exception.hint)
+            toki.check_batch([*want, word])
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_arguments_arrive_as_they_were_typed(self):
+        "F-58: quotes, %, & and line ends."
+        words = ["-p", 'a "b"', "100% %PATH%", "c & d | e", "f\ng", "$HOME `x`", "ü '"]
+        self.install("claude")
+        toki.launch(toki.find_name("claude"), self.context(self.daemon(self.fake())), words)
+        self.assertTrue(self.read("argv").endswith("\n" + "\n".join(words) + "\n"))
+
+    def test_a_missing_agent_says_how_to_install_it(self):
+        "F-58: a hint, no traceback."
+        for agent in toki.AGENTS:
+            with self.assertRaises(toki.TokiError) as caught:
+                toki.launch(agent, self.context(None), [])
+            self.assertIn(agent.title, caught.exception.message)
+            self.assertEqual(caught.exception.hint, agent.install)
+
+    def test_settings_with_marks_and_comments(self):
+        "F-59: toki's own file in every dress; an agent's in the dress it had."
+        path = os.path.join(self.folder(), "config")
+        plain = "# mine\n[toki]\nslots = 3\n; more\n"
+        for data in (plain.encode(), ("\ufeff" + plain).encode(), plain.encode("utf-16"),
+                     plain.replace("\n", "\r\n").encode("utf-8-sig")):
+            with open(path, "wb") as f:
+                f.write(data)
+            config = toki.load_config({}, {}, toki.REAL.disk.read_text(path))
+            self.assertEqual((config.slots, config.origin["slots"]), (3, "file"), data)
+        self.assertEqual(toki.load_config({}, {}, "").origin["slots"], "default")
+        for text in ("slots = 3\n", "[toki]\nslots\n"):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.load_config({}, {}, text)
+            self.assertRegex(caught.exception.message, r"line:? +\d")
+        over = {"env": {"A": "1"}}
+        for mark in ("", "\ufeff"):
+            for end in ("\n", "\r\n"):
+                old = mark + end.join(("{", '    "model": "ä"', "}", ""))
+                new = toki.wired_text("json", old, over)
+                self.assertEqual(new, mark + end.join((
+                    "{", '    "model": "ä",', '    "env": {', '        "A": "1"',
+                    "    }", "}", "")))
+                old = mark + end.join(("# mine", 'model = "x"  # why', "[a]", ""))
+                new = toki.wired_text("toml", old, {"": {"model": "m"}})
+                self.assertEqual(new.startswith("\ufeff"), bool(mark))
+                self.assertEqual(new.count("\n"), new.count(end))
+                self.assertIn("# mine", new)
+                self.assertEqual(toki.unwired_text("toml", new, {}, ""), old)
+        for text in ('{\n  // mine\n  "a": 1}', '{\n  "a": 1,\n}', "[1]\n", "{\n"):
+            with self.assertRaises(toki.UsageError):
+                toki.wired_text("json", text, over)
+        self.assertEqual(json.loads(toki.wired_text("json", "", over)), over)
+        own = os.path.join(self.home, ".qwen", "settings.json")
+        os.makedirs(os.path.dirname(own))
+        raw = '{"a": 1}'.encode("utf-16")
+        with open(own, "wb") as f:
+            f.write(raw)
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.wire_client("qwen", self.context(self.daemon(self.fake())), yes=True)
+        self.assertIn("UTF-8", caught.exception.message)
+        with open(own, "rb") as f:
+            self.assertEqual(f.read(), raw)
 
     def test_calls_with_one_index_are_told_apart(self):
         "F-03: distinct rising indices, each call's arguments whole."

@@ -10774,7 +10774,7 @@ def _method(result: dict) -> list:
 # ============================================================================
 # 30. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
-#    is_local_url, PosixConsole, WindowsConsole.
+#    is_local_url, http_address, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -10826,6 +10826,10 @@ class Disk:
             value = json.loads(self.read_text(path) or "{}")
         return value if isinstance(value, dict) else {}
 
+    def write_json(self, path: str, value: Any) -> None:
+        "`write` of a value as indented JSON."
+        self.write(path, json.dumps(value, indent=1).encode())
+
     def write(self, path: str, data: bytes) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
         self.folder(os.path.dirname(path))
@@ -10874,6 +10878,7 @@ class Disk:
     exists = staticmethod(os.path.exists)
     is_file = staticmethod(os.path.isfile)
     size = staticmethod(os.path.getsize)
+    real = staticmethod(os.path.realpath)
     absolute = staticmethod(lambda path: os.path.abspath(os.path.expanduser(path)))
 
     def listing(self, path: str) -> list:
@@ -10933,6 +10938,12 @@ def is_local_url(url: str) -> bool:
     "Does this address stay on this machine?"
     host = urllib.parse.urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def http_address(host: str, port: int) -> str:
+    "Where this machine reaches what listens on `host`, which may mean all addresses."
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Net:
@@ -11679,8 +11690,7 @@ def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None
     models = edges.disk.read_object(where.file(_EFFECTIVE)).get("models")
     models = dict(models if isinstance(models, dict) else {}, **{model: shape})
     with contextlib.suppress(OSError):
-        edges.disk.write(where.file(_EFFECTIVE), json.dumps(
-            {"schema": 1, "models": models}, indent=1).encode())
+        edges.disk.write_json(where.file(_EFFECTIVE), {"schema": 1, "models": models})
 
 
 def cpu_count() -> int:
@@ -12249,7 +12259,7 @@ class EngineProcess:
 # ============================================================================
 # 33. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
-#    TransferProgress, pause_asked.
+#    TransferProgress, PercentLine, pause_asked.
 #
 #    A download grows in FILE.part, with a note beside it of what it belongs to; it is
 #    continued only when the note still holds and the server answers the asked range.
@@ -12329,15 +12339,28 @@ def get_json(url: str, edges: Edges, headers: Optional[dict] = None,
         return page.status, page.headers, None
 
 
-class TransferProgress:
-    """Bytes, speed and time left of a download as one live line, or as a plain line
-    every ten percent."""
+class PercentLine:
+    "Progress as one live line, or as a plain line every ten percent."
+
+    def __init__(self, edges: Edges, say: Callable[[str], None]):
+        self.edges, self.say, self.shown = edges, say, -10
+
+    def show(self, percent: int, text: str) -> None:
+        if self.edges.term.is_tty():
+            self.edges.term.status(text)
+        elif percent >= self.shown + 10:
+            self.shown = percent // 10 * 10
+            self.say(text)
+
+
+class TransferProgress(PercentLine):
+    "Bytes, speed and time left of a download."
 
     def __init__(self, what: str, edges: Edges, say: Callable[[str], None]):
-        self.what, self.edges, self.say = what, edges, say
+        super().__init__(edges, say)
+        self.what = what
         self.at: Optional[tuple] = None      # (seconds, bytes) of the last reading
         self.rate = 0.0                      # bytes/s, averaged over about 5 s
-        self.shown = -10
 
     def __call__(self, have: int, size: int) -> None:
         now = self.edges.clock.now()
@@ -12361,13 +12384,9 @@ class TransferProgress:
             text += f", {fmt_bytes(self.rate)}/s"
             if have < size:
                 text += f", about {fmt_age((size - have) / self.rate)} left"
-        if self.edges.term.is_tty():
-            self.edges.term.status(text)
-            if have >= size:
-                self.edges.term.out()
-        elif percent >= self.shown + 10:
-            self.shown = percent // 10 * 10
-            self.say(text)
+        self.show(percent, text)
+        if have >= size and self.edges.term.is_tty():
+            self.edges.term.out()
 
 
 def file_sha256(path: str, edges: Edges) -> str:
@@ -12386,16 +12405,9 @@ class _Again(Exception):
         self.status, self.pause = status, pause
 
 
-def _note(part: str, edges: Edges) -> dict:
-    with contextlib.suppress(ValueError):
-        value = json.loads(edges.disk.read_text(part + ".json") or "{}")
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
 def _begun(part: str, url: str, size: int, sha256: str, edges: Edges) -> tuple:
     "(bytes that may be continued, ETag they came with)."
-    note = _note(part, edges)
+    note = edges.disk.read_object(part + ".json")
     have = edges.disk.size(part) if edges.disk.is_file(part) else 0
     same = note.get("sha256") == sha256 and note.get("url") == url \
         and note.get("size") == size
@@ -12431,10 +12443,11 @@ def _attempt(url: str, part: str, edges: Edges, size: int, sha256: str,
                             code=answer.headers.get("X-Error-Code"),
                             extra={"words": answer.headers.get("X-Error-Message")})
         have = _accepted(answer, have, size, part, edges)
-        total = size or have + int(answer.headers.get("Content-Length") or 0)
-        edges.disk.write(part + ".json", json.dumps({
+        length = answer.headers.get("Content-Length") or ""
+        total = size or (have + int(length) if re.fullmatch(r"\d{1,18}", length) else 0)
+        edges.disk.write_json(part + ".json", {
             "url": url, "size": size, "sha256": sha256,
-            "etag": _strong(answer.headers.get("ETag"))}).encode())
+            "etag": _strong(answer.headers.get("ETag"))})
         with edges.disk.append_handle(part) as f:
             while True:
                 block = answer.read(1 << 18)
@@ -17503,8 +17516,8 @@ def current_engine(where: Places, edges: Edges) -> Optional[Installed]:
 
 
 def write_receipt(folder: str, edges: Edges, **facts: Any) -> None:
-    edges.disk.write(os.path.join(folder, _RECEIPT), json.dumps(
-        dict(facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()), indent=1).encode())
+    edges.disk.write_json(os.path.join(folder, _RECEIPT), dict(
+        facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()))
 
 
 def activate(name: str, where: Places, edges: Edges) -> None:
@@ -18761,7 +18774,8 @@ def _words(headers: Any, value: Any) -> str:
     "The hub's own words about a refusal."
     text = headers.get("X-Error-Message") or (
         value.get("error") if isinstance(value, dict) else "") or ""
-    return " ".join(str(text).split())[:300]
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", str(text))   # they go to a terminal
+    return " ".join(text.split())[:300]
 
 
 def _repo_file(item: Any) -> Optional[RepoFile]:
@@ -19089,13 +19103,9 @@ def _run_long(argv: Sequence[str], edges: Edges, env: dict, log_path: str,
         raise
 
 
-class _BuildProgress:
-    "Percentages of a build as one live line, or as plain lines every ten percent."
-
-    def __init__(self, edges: Edges, say: Callable[[str], None]):
-        self.edges, self.say = edges, say
-        self.began: Optional[tuple] = None
-        self.shown = -10
+class _BuildProgress(PercentLine):
+    "Percentages of a build, and the time left."
+    began: Optional[tuple] = None        # (seconds, percent) of the first reading
 
     def __call__(self, line: str) -> None:
         found = re.search(r"\[\s*(\d{1,3})%\]", line)
@@ -19108,12 +19118,7 @@ class _BuildProgress:
         if percent > first:
             left = (now - since) / (percent - first) * (100 - percent)
             eta = f", about {fmt_age(left)} left"
-        text = f"compiling the engine: {percent} %{eta}"
-        if self.edges.term.is_tty():
-            self.edges.term.status(text)
-        elif percent >= self.shown + 10:
-            self.shown = percent // 10 * 10
-            self.say(text)
+        self.show(percent, f"compiling the engine: {percent} %{eta}")
 
 
 def _unpack_source(archive: str, folder: str) -> str:
@@ -19615,18 +19620,10 @@ _GIVE_UP_AFTER = 5           # starts in a row that never became ready
 _SETTLED_S = 2.0             # an ask sent to an engine beside has arrived by then
 
 
-def _read_json(edges: Edges, path: str) -> dict:
-    with contextlib.suppress(ValueError):
-        value = json.loads(edges.disk.read_text(path) or "{}")
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
 def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
                 body: Any = None, token: str = "", timeout: float = 30) -> Any:
     "Ask a daemon; EngineGone when nobody answers, TokiError when it refuses."
-    front = Engine(f"http://{host}:{port}", token, edges)
+    front = Engine(http_address(host, port), token, edges)
     return front.json(method, path, body, timeout)
 
 
@@ -19635,7 +19632,7 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 
     A pid is believed only with the start time that was recorded beside it.
     """
-    record = _read_json(edges, where.file(_DAEMON))
+    record = edges.disk.read_object(where.file(_DAEMON))
     pid, birth = record.get("pid"), record.get("birth")
     if isinstance(pid, int) and birth and edges.proc.birth(pid) == birth:
         return record
@@ -19645,7 +19642,7 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
                  facts: ModelFacts) -> MemoryPlan:
     "What fits now, for this engine and model, with the flags it is known to need."
-    known = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+    known = read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
         plan["binary"] + " " + plan["model"]))
     wishes = wishes_of(config)
     return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
@@ -19696,7 +19693,8 @@ class Daemon:
         edges.disk.write(key_file, key.encode() + b"\n")
         self.help_text = engine_help(plan["binary"], edges)
         if self.remedies == Remedies():
-            self.remedies = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+            known = edges.disk.read_object(where.file(_REMEDIES))
+            self.remedies = read_remedies(known.get(
                 plan["binary"] + " " + plan["model"]))
         flags, dropped = engine_flags(
             self.help_text, facts, model=plan["model"], port=port,
@@ -19808,10 +19806,10 @@ class Daemon:
         log.warning("the engine ended while loading (%s); %s; remembered for this "
                     "model in %s", ended, more.why + (
                         f" (for good: {more.hint})" if more.hint else ""), path)
-        known = _read_json(self.edges, path)
+        known = self.edges.disk.read_object(path)
         known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies._asdict()
         with contextlib.suppress(OSError):
-            self.edges.disk.write(path, json.dumps(known, indent=1).encode())
+            self.edges.disk.write_json(path, known)
         return True
 
     # ---- another model --------------------------------------------------------
@@ -19939,7 +19937,7 @@ class Daemon:
             self._end_stale_engine(self.where.file("fleet", name, _DAEMON))
 
     def _end_stale_engine(self, record: str) -> None:
-        old = _read_json(self.edges, record)
+        old = self.edges.disk.read_object(record)
         pid, birth = old.get("engine_pid"), old.get("engine_birth")
         if isinstance(pid, int) and birth and self.edges.proc.birth(pid) == birth:
             log.warning("ending the engine (pid %d) that an earlier toki left", pid)
@@ -20054,9 +20052,7 @@ class Daemon:
         keeper.on_idle.append(once)
 
     def url(self) -> str:
-        host = self.config.host
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.server.server_port}"
+        return http_address(self.config.host, self.server.server_port)
 
     def run(self) -> None:
         "Serve until stopped; a second signal skips the graceful part."
@@ -20169,7 +20165,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     """
     record = running_daemon(where, edges)
     if record is not None:
-        say(f"toki runs already: http://{record['host']}:{record['port']}/v1 "
+        say(f"toki runs already: {http_address(record['host'], record['port'])}/v1 "
             f"(pid {record['pid']}); `toki down` stops it")
         return record
     given = config
@@ -20208,7 +20204,7 @@ def _await_ready(process: Any, config: Config, where: Places, edges: Edges,
         if record:
             with contextlib.suppress(TokiError):
                 health = json.loads(Engine(
-                    f"http://{record['host']}:{record['port']}", "", edges).call(
+                    http_address(record["host"], record["port"]), "", edges).call(
                         "GET", "/health", timeout=5)[1])
         if health.get("status") == "ok":
             return record
@@ -20248,7 +20244,7 @@ def self_check(record: dict, edges: Edges) -> list:
         results.append(daemon_json(edges, record["host"], record["port"], "POST",
                                    "/v1/chat/completions", body, timeout=600)["cache"])
     first, second = results
-    base = f"http://{record['host']}:{record['port']}/v1"
+    base = http_address(record["host"], record["port"]) + "/v1"
     return [
         f"second ask: {fmt_n(second['reused_tokens'])} of "
         f"{fmt_n(second['prompt_tokens'])} tokens reused, first token "
@@ -20376,7 +20372,8 @@ def status_text(state: dict) -> str:
 # ============================================================================
 # 54. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
-#    agent_version, agent_facts, show_wiring, launch, served_model.
+#    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
+#    served_model.
 # ============================================================================
 _HIDDEN = "(the local token)"
 _STAND_IN = "PRIVATE"           # stands for the folder in `--print`
@@ -20406,6 +20403,18 @@ def agent_command(path: str, edges: Edges) -> list:
     target = re.sub(r"[^\\/]*$", "", shim) + script
     return [target] if target.lower().endswith(".exe") else \
         [edges.proc.which("node") or "node", target]
+
+
+def check_batch(command: Sequence[str]) -> None:
+    """UsageError when a batch file would be given a word that cmd.exe reads as its own
+    (CVE-2024-1874 and its kin: no quoting is safe there)."""
+    if command[0].lower().endswith((".cmd", ".bat")):
+        for word in command[1:]:
+            if re.search(r'["%&|<>^!\r\n]', word):
+                raise UsageError(
+                    f"{command[0]} is a batch file, and {word[:40]!r} would not arrive "
+                    "there as it is",
+                    "install the agent as an .exe or by npm, or leave that word out")
 
 
 def agent_version(agent: Agent, edges: Edges) -> str:
@@ -20448,10 +20457,9 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     token = local_token(c.edges, c.where, create=False)
     model, ctx = served_model((host, port), token, c.edges)
     state = daemon_json(c.edges, host, port, "GET", "/toki/state", None, token)
-    name = f"[{host}]" if ":" in host else host
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
-    return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
+    return Facts(http_address(host, port), token or "toki", model, ctx, out,
                  _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
@@ -20459,7 +20467,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
 def _placeholders(c: Any, folder: str) -> Facts:
     host, port = _address(c)
     s = c.config
-    return Facts(f"http://{host}:{port}", _HIDDEN, "MODEL", 0, 0, "cpu", folder,
+    return Facts(http_address(host, port), _HIDDEN, "MODEL", 0, 0, "cpu", folder,
                  s.claude_bare, s.claude_mcp, s.claude_effort, s.claude_timeout_ms)
 
 
@@ -20552,7 +20560,7 @@ def _ensure_daemon(c: Any) -> None:
             "toki does not run; start it now (toki up)?"):
         stack_up(c.config, c.where, c.edges, False, c.say)
         return
-    raise EngineGone(f"nothing answers at http://{host}:{port}",
+    raise EngineGone(f"nothing answers at {http_address(host, port)}",
                      "start it with `toki up`, or name it with --host and --port")
 
 
@@ -20583,9 +20591,25 @@ def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = Fals
         for name, text in made.files.items():
             c.edges.disk.write(facts.file(name), text.encode())
         host = urllib.parse.urlsplit(facts.url).hostname or ""
-        return c.edges.proc.attached(
-            [*agent_command(path, c.edges), *made.argv[1:]],
-            _child_environment(made, c.edges, host))
+        command = [*agent_command(path, c.edges), *made.argv[1:]]
+        check_batch(command)
+        asks = _asks_seen(c)
+        code = c.edges.proc.attached(command, _child_environment(made, c.edges, host))
+        if asks is not None and _asks_seen(c) == asks:
+            c.edges.term.err(
+                f"toki: no ask of {agent.title} came here; if it had one, settings of "
+                "its own or of this machine's administrator lead elsewhere (`toki "
+                f"launch --print {agent.name}` shows what toki sets)")
+        return code
+
+
+def _asks_seen(c: Any) -> Optional[tuple]:
+    "A mark that changes with every ask begun; None when the daemon does not tell."
+    with contextlib.suppress(TokiError, OSError):
+        token = local_token(c.edges, c.where, create=False)
+        state = daemon_json(c.edges, *_address(c), "GET", "/toki/state", None, token)
+        return state["counters"]["asks"], state["open"]
+    return None
 
 
 def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
@@ -20743,13 +20767,14 @@ def _toml_wired(text: str, over: dict) -> str:
 
 def _toml_unwired(text: str) -> str:
     kept, inside = [], False
-    for line in text.splitlines(keepends=True):
+    mark = "\ufeff" * text.startswith("\ufeff")
+    for line in text[len(mark):].splitlines(keepends=True):
         word = line.strip()
         inside = inside or word == _BEGIN
         if not inside:
             kept.append(line[len(_ASIDE):] if line.startswith(_ASIDE) else line)
         inside = inside and word != _END
-    return "".join(kept)
+    return mark + "".join(kept)
 
 
 def wired_text(form: str, text: str, over: dict) -> str:
@@ -20772,13 +20797,19 @@ def unwired_text(form: str, text: str, over: dict, before: str) -> str:
 
 # ---- files ------------------------------------------------------------------
 def _records(c: Any) -> dict:
-    with contextlib.suppress(ValueError):
-        return json.loads(c.edges.disk.read_text(c.where.file(_WIRED)) or "{}")
-    return {}
+    return c.edges.disk.read_object(c.where.file(_WIRED))
 
 
 def _remember(c: Any, records: dict) -> None:
-    c.edges.disk.write(c.where.file(_WIRED), json.dumps(records, indent=1).encode())
+    c.edges.disk.write_json(c.where.file(_WIRED), records)
+
+
+def _put(path: str, data: Optional[bytes], edges: Edges) -> None:
+    "The file itself (None: none), also where `path` is a link: that stays."
+    if data is None:
+        edges.disk.remove(edges.disk.real(path))
+    else:
+        edges.disk.write(edges.disk.real(path), data)
 
 
 def _bytes_of(path: str, edges: Edges) -> Optional[bytes]:
@@ -20856,7 +20887,7 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
                         "written": hashlib.sha256(new.encode()).hexdigest()})
     _remember(c, dict(records, **{wire_.name: entries}))
     for path, _, _, _, new in made:
-        c.edges.disk.write(path, new.encode())
+        _put(path, new.encode(), c.edges)
     c.say(f"{name} uses {facts.model} with {fmt_n(facts.ctx)} tokens from now on; "
           f"`toki unwire {name}` takes it back")
     return True
@@ -20865,8 +20896,10 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
 def _given_back(entry: dict, edges: Edges) -> Optional[bytes]:
     "The bytes a file should have without toki; None: it should not be there."
     data = _bytes_of(entry["path"], edges)
-    before = _bytes_of(entry["backup"], edges) or b""
-    if data is None or hashlib.sha256(data).hexdigest() == entry["written"]:
+    before = _bytes_of(entry["backup"], edges)
+    lost = entry["existed"] and before is None
+    if data is None or (hashlib.sha256(data).hexdigest() == entry["written"]
+                        and not lost):
         return before if entry["existed"] else None
     return unwired_text(entry["form"], _plain_text(data, entry["path"]), entry["over"],
                         _plain_text(before, entry["backup"])).encode()
@@ -20886,10 +20919,7 @@ def unwire_client(name: str, c: Any, yes: bool = False) -> bool:
     if not _agree(c, yes, "write this?"):
         return False
     for entry, data in plan:
-        if data is None:
-            c.edges.disk.remove(entry["path"])
-        else:
-            c.edges.disk.write(entry["path"], data)
+        _put(entry["path"], data, c.edges)
     _remember(c, {k: v for k, v in records.items() if k != word})
     for entry, _ in plan:
         c.edges.disk.remove(entry["backup"])
@@ -20912,7 +20942,7 @@ def rewire_all(c: Any) -> list:
                 over = targets[entry["path"]]
                 base = _given_back(entry, c.edges)
                 new = wired_text(entry["form"], _plain_text(base, entry["path"]), over)
-                c.edges.disk.write(entry["path"], new.encode())
+                _put(entry["path"], new.encode(), c.edges)
                 entry.update(over=over, existed=base is not None,
                              written=hashlib.sha256(new.encode()).hexdigest())
                 c.edges.disk.write(entry["backup"], base or b"")
@@ -21386,8 +21416,8 @@ def fit_lines(lines: Sequence[Line], height: int) -> list:
     return (list(lines) + [[]] * height)[:height]
 
 
-def help_lines(rows: Sequence[tuple], width: int) -> list:
-    "A list of keys as a page."
+def help_lines(rows: Sequence[tuple], width: int, height: int) -> list:
+    "A list of keys as a page; closer together, at last cut and said so, in a low one."
     out: list = [[], [("name", "  Keys")], []]
     for keys, text in rows:
         if width < 50:
@@ -21396,7 +21426,15 @@ def help_lines(rows: Sequence[tuple], width: int) -> list:
             continue
         for i, row in enumerate(text_wrap(text, width - 24)):
             out.append([("key", f"  {keys:20}" if i == 0 else " " * 22), ("", row)])
-    return out + [[], [("dim", "  any key goes back")]]
+    out += [[], [("dim", "  any key goes back")]]
+    if len(out) <= height:
+        return out
+    text = " · ".join(f"{keys}: {text}" for keys, text in rows)
+    out = [[("", " " + row)] for row in text_wrap(text, max(1, width - 2))]
+    last = " any key goes back"
+    if len(out) >= height:
+        last = " … more in a larger window;" + last
+    return [*out[:max(0, height - 1)], [("dim", text_cut(last, max(1, width - 1)))]]
 
 
 # ---- a field to type in ------------------------------------------------------------
@@ -21958,7 +21996,7 @@ _CHAT_KEYS = (
 def chat_frame(chat: Chat, width: int, height: int) -> list:
     "The whole screen as lines; no more than `height`, none wider than `width`."
     if chat.help:
-        return help_lines(_CHAT_KEYS, width)[:height]
+        return help_lines(_CHAT_KEYS, width, height)
     if height < 6 or width < 20:
         return (_transcript(chat, max(12, width))[-max(0, height - 1):]
                 + _field_lines(chat, max(12, width), 3))[-height:]
@@ -22466,7 +22504,7 @@ def _top_asks(state: dict, width: int) -> list:
 def top_frame(top: Top, width: int, height: int) -> list:
     "The whole screen as lines, at most `height`; the asks take what is left."
     if top.help:
-        return help_lines(_TOP_KEYS, width)[:height]
+        return help_lines(_TOP_KEYS, width, height)
     lines = _top_head(top, width)
     if top.state is not None:
         state = top.state
@@ -22794,7 +22832,7 @@ def _view_lines(s: Launcher, width: int, room: int) -> tuple:
 def launcher_frame(s: Launcher, width: int, height: int) -> list:
     "The whole screen as lines."
     if s.view == "help":
-        return help_lines(_LAUNCHER_KEYS, width)[:height]
+        return help_lines(_LAUNCHER_KEYS, width, height)
     head = _launcher_head(s, width, height)
     room = max(1, height - len(head) - 3)
     lines, about, keys = _view_lines(s, width, room)
@@ -25365,7 +25403,7 @@ async function tune() {
 }
 
 /* --- cache view: state --- */
-let state = null, late = 0, listening = false, chosen = null;
+let state = null, late = 0, listening = false, chosen = null, served = "";
 async function look() {
   try {
     state = await ask("/toki/state", { quiet: true });
@@ -25379,6 +25417,7 @@ async function look() {
     return;
   }
   const e = state.engine, ok = e.state === "ready";
+  if (ok && e.model !== served) { served = e.model; loadModels(); }
   $("dot").toggleAttribute("data-ok", ok);
   $("engine").textContent = ok ? `${e.n_slots} slots of ${num(e.n_ctx)} tokens`
     : `engine ${e.state}${e.trouble ? ": " + e.trouble : ""}`;
