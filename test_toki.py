@@ -11197,7 +11197,7 @@ class RealInstall(Real):
         self.assertEqual([e.name for e in toki.installed_engines(where, toki.REAL)],
                          ["mine"])
 
-    def starts(self, model, state, args):
+    def starts(self, model, state, args, binary="", **settings):
         "A managed engine until it is ready: (its flags, how often one was started)."
         started = []
 
@@ -11205,9 +11205,10 @@ class RealInstall(Real):
             def spawn(self, argv, **more):
                 started.append(argv)
                 return super().spawn(argv, **more)
-        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024, threads=1,
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, threads=1,
                         edges=toki.REAL._replace(proc=Proc()), engine_args=args,
-                        plan={"binary": real_engine(), "model": model})
+                        plan={"binary": binary or real_engine(), "model": model},
+                        **dict({"ctx": 1024}, **settings))
         end = time.monotonic() + 60
         while d.keeper.state != "ready" and time.monotonic() < end:
             time.sleep(0.05)
@@ -11217,16 +11218,38 @@ class RealInstall(Real):
 
     def test_what_keeps_it_from_starting_is_changed_once_and_remembered(self):
         model, state = self.broken_template(), self.folder()
-        args = "--frobnicate 3 --cache-type-k q9 --no-repack"
+        args = "--frobnicate 3 --rope-scale nought --no-repack"
         argv, n = self.starts(model, state, args)
         self.assertEqual(n, 3)                   # one change at a time
         self.assertEqual(argv[argv.index("--chat-template") + 1], "chatml")
-        for gone in ("--frobnicate", "--cache-type-k"):
+        for gone in ("--frobnicate", "--rope-scale"):
             self.assertNotIn(gone, argv)
         with open(os.path.join(state, "remedies.json")) as f:
             self.assertEqual(len(list(json.load(f).values())[0]["why"]), 2)
         again, n = self.starts(model, state, args)
         self.assertEqual(n, 1)                   # right at once
+
+    @unittest.skipUnless(sys.platform.startswith("linux"), "ulimit -v")
+    def test_memory_that_ends_while_loading(self):
+        "Half of a context that cannot be allocated; the next plan starts from there."
+        binary = os.path.join(self.folder(), "limited")
+        with open(binary, "w") as f:     # small stacks: threads are no part of this
+            f.write("#!/bin/sh\nulimit -s 512\nexport MALLOC_ARENA_MAX=1\n"
+                    "case \"$*\" in *--model*) ulimit -v 1200000;; esac\n"
+                    f"exec {real_engine()} \"$@\"\n")
+        os.chmod(binary, 0o755)
+        state, ask = self.folder(), dict(binary=binary, ctx=32768, slots=32)
+        argv, n = self.starts(tiny("llama-dense"), state, "--no-repack", **ask)
+        self.assertEqual((n, argv[argv.index("--ctx-size") + 1]), (2, str(16384 * 32)))
+        with self.assertLogs(toki.log, "INFO") as caught:
+            argv, n = self.starts(tiny("llama-dense"), state, "--no-repack", **ask)
+        self.assertEqual((n, argv[argv.index("--ctx-size") + 1]), (1, str(16384 * 32)))
+        said = "\n".join(caught.output)
+        self.assertIn("32,768 -> 16,384 tokens a slot: more could not be loaded", said)
+        self.assertNotIn("otherwise than planned", said)
+        shape = toki.effective_shape(toki.REAL, toki.places({}, state),
+                                     tiny("llama-dense"))
+        self.assertEqual((shape["ctx"], shape["slots"]), (16384, 32))
 
 
 class RealFirstHour(Real):
