@@ -11333,6 +11333,18 @@ class RealAlone(Real):
         self.assertLessEqual({"ledger.db", "token"}, set(os.listdir(
             os.path.join(state, "s"))))
 
+    def test_doctor_finds_reuse_on_memory_that_cannot_be_rewound(self):
+        for name in ("lfm2", "mamba2", "gemma3"):
+            d = self.daemon("http://127.0.0.1:1", wait=False, ctx=2048, threads=1,
+                            engine_args="--no-repack", certify="off",
+                            plan={"binary": real_engine(), "model": tiny(name)})
+            self.until(lambda: d.keeper.state == "ready", "the engine", 60)
+            found = toki.examine(d.where, toki.REAL,
+                                 toki.running_daemon(d.where, toki.REAL))
+            self.assertEqual([c for c in found if c.level == "FAIL"], [], name)
+            self.assertIn("reuse proven", " ".join(c.text for c in found))
+            d.close()
+
     def test_bundle_tells_no_text_and_no_secret(self):
         "Even of an engine that prints prompts, over several lines."
         state, model = self.folder(), tiny("llama-dense")

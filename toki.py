@@ -23996,8 +23996,9 @@ def _check_reuse(record: dict, edges: Edges) -> Check:
     for question in ("First question?", "Second question?"):
         reply = daemon_json(edges, record["host"], record["port"], "POST",
                             "/v1/chat/completions", {
-                                "messages": [{"role": "user",
-                                              "content": text + question}],
+                                # a boundary that memory without rewind has, too
+                                "messages": [{"role": "system", "content": text},
+                                             {"role": "user", "content": question}],
                                 "max_tokens": 1, "temperature": 0,
                                 "prompt_cache_key": "toki-doctor"}, timeout=600)
         reports.append(reply["cache"])
