@@ -11352,7 +11352,8 @@ class RealAlone(Real):
                         threads=1, engine_args="--no-repack -lv 5", certify="off",
                         plan={"binary": real_engine(), "model": model})
         self.until(lambda: d.keeper.state == "ready", "the engine", 60)
-        Client(d).chat("the blue zebra\nUser: the blue zebra hums\n" * 9, 4)
+        for _ in range(2):                       # a slot's text is logged at its next ask
+            Client(d).chat("the blue zebra\nUser: the blue zebra hums\n" * 9, 4)
         path = os.path.join(self.folder(), "b.zip")
         with contextlib.redirect_stdout(io.StringIO()) as out, \
                 contextlib.redirect_stderr(io.StringIO()):
