@@ -16137,6 +16137,260 @@ class RealFallback(Real):
 
 
 # ============================================================================
+# WORKLOADS, REPORT, RUNS
+# ============================================================================
+SIZED = toki.Sized(4096, {"prose": .25, "code": .35, "data": .35})
+
+
+def asked(prompt, known, computed, ttft=10.0, **more):
+    return toki.Asked(**dict({
+        "prompt": prompt, "known": known, "cached": prompt - computed,
+        "computed": computed, "generated": 4, "ttft_ms": ttft}, **more))
+
+
+class Workloads(Case):
+    def test_one_seed_one_text(self):
+        for name in toki.WORKLOADS:
+            with self.subTest(name):
+                one = toki.rehearse(name, SIZED)
+                self.assertEqual(one, toki.rehearse(name, SIZED))
+                self.assertNotEqual(one, toki.rehearse(name, SIZED._replace(seed=2)))
+
+    def test_sizes_follow_the_context_and_stay_inside(self):
+        "Text of the rates' own making: the largest prompt against the context."
+        def tokens(turn):
+            words = sum(len(m["content"]) * (.2 if m["role"] == "assistant" else .35)
+                        for m in turn.messages)      # a rehearsed reply: "word word "
+            return words + 10 * len(turn.messages) + turn.max_tokens
+        for name in toki.WORKLOADS:
+            with self.subTest(name):
+                sized = SIZED._replace(rates=dict.fromkeys(toki.SORTS, .35))
+                small, large = (max(map(tokens, toki.rehearse(
+                    name, sized._replace(context=c)))) for c in (4096, 32768))
+                self.assertLess(small, 4096)
+                self.assertLess(large, 32768)
+                self.assertGreater(large, 4 * small)
+
+    def test_the_oracle_makes_the_published_hit_rates_possible(self):
+        "Words as tokens, the last turn's reply as the workload expects it."
+        for name, least in toki.PUBLISHED.items():
+            oracle, prompt, known, later = toki.PrefixOracle(), 0, 0, 0
+            for turn in toki.rehearse(name, SIZED):
+                text = "".join(f"<{m['role']}>{m['content']}" for m in turn.messages)
+                tokens = array.array("I", map(ord, text))
+                found = oracle.known(tokens)
+                prompt, known = prompt + len(tokens), known + found
+                later += found > 400
+                oracle.add(tokens + array.array("I", map(ord, "<assistant>"
+                                                         + "word " * turn.max_tokens)))
+            rate = later / (oracle.asks - 1) if name == "agent_100" else known / prompt
+            with self.subTest(name):
+                self.assertGreaterEqual(100 * rate, least)
+
+    def test_strangers_share_nothing(self):
+        firsts = [t.messages[0]["content"] for t in toki.rehearse("no_overlap", SIZED)]
+        self.assertEqual(len({text[0] for text in firsts}), len(firsts))
+
+    def test_a_perfect_cache_gets_a_hundred_and_none_gets_nothing(self):
+        self.table((("perfect", (1000, 100, 100), 100), ("nothing reused",
+                    (1000, 100, 1000), 0), ("half of it", (1000, 100, 550), 50),
+                    ("better than the oracle", (1000, 100, 90), 100),
+                    ("nothing to reuse", (1000, 996, 996), 100),
+                    ("nothing to reuse, done twice", (1000, 1000, 2000), 50),
+                    ("nothing to reuse, twice as slow", (1000, 1000, 1000, 2.0), 50)),
+                   lambda given: toki.bench_score(*given))
+
+    def test_grades(self):
+        self.table([(name, points, name) for points, name in toki.BANDS] + [
+            ("just below", 83.9, "A-"), ("nothing", 0, "F"), ("below D", 49.9, "F")],
+            toki.grade)
+
+    def test_a_reply_counts_as_far_as_its_tokens_are_the_generated_ones(self):
+        self.table((("equal", (["a", "b"], ["a", "b"]), 2), ("cut differently", (
+            ["a", "bc"], ["a", "b", "c"]), 1), ("nothing came", ([], []), 0)),
+            lambda given: toki.as_generated(*given))
+
+    def test_the_oracle_computes_at_least_the_last_token(self):
+        oracle, tokens = toki.PrefixOracle(), array.array("I", range(100))
+        self.assertEqual(oracle.known(tokens), 0)
+        oracle.add(tokens)
+        self.assertEqual(oracle.known(tokens), 99)
+        self.assertEqual(oracle.known(tokens[:50] + array.array("I", [7] * 9)), 50)
+
+    def test_intervals_hold_the_median(self):
+        self.assertIsNone(toki.median_interval([]))
+        self.assertEqual(toki.median_interval([3.0]), (3.0, 3.0, 3.0))
+        self.assertEqual(toki.median_interval(list(range(101))), (50, 40, 60))
+
+    def test_a_row_counts_side_work_refusals_and_what_was_left_out(self):
+        "Computed is the counter's growth, whatever the replies say."
+        runs = [toki.Run([asked(100, 0, 100), asked(200, 100, 100),
+                          asked(50, 0, 50, error="too long"),
+                          asked(70, 60, 10, asked=False)], 260)]
+        f = toki.weigh(runs)
+        self.assertEqual((f["asks"], f["refused"], f["left_out"], f["prompt_tokens"],
+                          f["oracle_tokens"], f["computed_tokens"]),
+                         (3, 1, 1, 300, 200, 260))
+        self.assertAlmostEqual(f["efficiency"], 200 / 260)
+        self.assertAlmostEqual(f["hit_tokens"], 40 / 300)
+        self.assertEqual((f["hit_asks"], f["hit_asks_oracle"]), (1.0, 1.0))
+
+    def test_changes_are_paired_ask_by_ask(self):
+        fresh = toki.Run([asked(100, 0, 100, 50), asked(100, 90, 100, 200),
+                          asked(100, 90, 100, None)], 300)
+        mine = toki.Run([asked(100, 0, 100, 50), asked(100, 90, 10, 20),
+                         asked(100, 90, 10, 1)], 120)
+        row = toki.judge("agent_100", {"fresh": [fresh], "toki": [mine]})
+        change = row["arms"]["toki"]["against_fresh"]
+        self.assertEqual(change["asks"], 2)
+        self.assertAlmostEqual(change["prefill"], 250 / 70 - 1)
+        self.assertEqual(row["arms"]["toki"]["grade"], "A+")
+        self.assertEqual(row["arms"]["fresh"]["grade"], "F")
+
+    def test_unknown_counters_give_no_score(self):
+        row = toki.judge("rag_chunks", {"url": [toki.Run([asked(9, 0, 9)], None)]})
+        self.assertNotIn("score", row["arms"]["url"])
+        self.assertIsNone(row["arms"]["url"]["efficiency"])
+
+    def test_what_was_lost_is_named_costliest_first(self):
+        run = toki.Run([asked(100, 0, 100), asked(100, 90, 40), asked(100, 90, 90)], 230)
+        self.assertEqual([(i, n) for i, _, n in toki.lost_asks(run)], [(2, 80), (1, 30)])
+
+
+def bench_state(computed=120, seed=1):
+    "What `toki bench --json` writes, of one small workload."
+    def run(n, ttft):
+        return dict(toki.Run([asked(100, 0, 100, ttft), asked(100, 90, n - 100, ttft)],
+                             n, replies={"k": "yes"})._asdict())
+    runs = {"agent_100/0/fresh": run(200, 50), "agent_100/0/alone": run(150, 30),
+            "agent_100/0/toki": run(computed, 20)}
+    for r in runs.values():
+        r["asks"] = [a._asdict() for a in r["asks"]]
+    plan = dict(toki.BenchPlan(("agent_100", "swap"), seed=seed)._asdict())
+    plan["names"] = list(plan["names"])
+    return {"schema": 1, "complete": True, "runs": runs, "setup": {
+        "toki": "0", "at": 0.0, "machine": "a <box>", "cores": 2, "architecture": "x",
+        "same": {"model": "m<1>", "model_bytes": 9, "kind": "rewindable", "build": "b1",
+                 "flags": "", "slots": 4, "plan": plan}}}
+
+
+class ReportRoom(Case):
+    def result(self, **more):
+        return toki.bench_result(json.loads(json.dumps(bench_state(**more))),
+                                 toki.read_run)
+
+    def test_the_terminal_says_what_was_got_and_what_was_not_played(self):
+        text = toki.bench_text(self.result())
+        self.assertRegex(text, r"agent_100 +-60 % .* 88\.9 +A ")
+        self.assertIn("not played: swap (needs --other FILE", text)
+        self.assertIn("score = 100 x", text)
+
+    def test_the_page_is_one_file_that_loads_nothing(self):
+        page = toki.bench_page(self.result())
+        self.assertEqual(re.findall(r"(?:src|href|url)\s*[=(]|https?:|@import|<script",
+                                    page), [])
+        self.assertIn("m&lt;1&gt;", page)
+        self.assertNotIn("m<1>", page)
+        self.assertEqual(page.count("<svg"), page.count("</svg>"))
+        for word in ("perfect memory", "agent_100", "seed", "b1", "a &lt;box&gt;"):
+            self.assertIn(word, page)
+
+    def test_a_page_of_nothing_is_still_a_page(self):
+        state = dict(bench_state(), runs={})
+        self.assertIn("</html>", toki.bench_page(toki.bench_result(state,
+                                                                   toki.read_run)))
+
+    def test_compare_names_what_differs(self):
+        same = toki.bench_compare(self.result(), self.result())
+        self.assertIn("equal counts", same)
+        self.assertNotIn("differs", same)
+        other = toki.bench_compare(self.result(), self.result(computed=130, seed=2))
+        self.assertIn("differs: seed: 1 / 2", other)
+        self.assertIn("computed 120 / 130", other)
+
+
+class FakeBench(toki.Bench):
+    "A bench whose arms stand on fakes; `case` starts and ends them."
+
+    def __init__(self, case, plan, keep=lambda state: None, old=None):
+        self.case = case
+        super().__init__(plan, "llama-server", "m.gguf", toki.REAL,
+                         toki.places({}, case.folder()), toki.load_config({}, {}),
+                         lambda text: None, keep, old)
+
+    def _setup(self):
+        return {"same": {"plan": json.loads(json.dumps(list(self.plan)))}}
+
+    def rig(self, arm, cold=True, model=""):
+        folder = self.case.folder()
+        fake = self.case.fake(n_ctx=65536, save_dir=folder, prefill_ms_per_token=.05)
+        engine = toki.Engine(fake.url, "", toki.REAL)
+        if arm != "toki":
+            return toki.Rig(engine, engine, fake.stop)
+        daemon = self.case.daemon(fake, shelf_dir=folder, kind="rewindable", sole=True,
+                                  certify="off", audit=0)
+
+        def close():
+            daemon.close()
+            fake.stop()
+        return toki.Rig(engine, toki.Engine(daemon.url(), "", toki.REAL), close, daemon)
+
+
+class RunsRoom(Case):
+    PLAN = toki.BenchPlan(("stress_adversarial",), 1024, sample=4)
+
+    def test_three_arms_get_equal_prompts_and_the_counter_decides(self):
+        runs = {key.split("/")[2]: toki.read_run(r)
+                for key, r in FakeBench(self, self.PLAN).play()["runs"].items()}
+        self.assertEqual({a.key for a in runs["alone"].asks},
+                         {a.key for a in runs["toki"].asks})
+        row = toki.judge("stress_adversarial", {a: [r] for a, r in runs.items()})
+        fresh, mine = row["arms"]["fresh"], row["arms"]["toki"]
+        self.assertEqual(fresh["computed_tokens"], fresh["prompt_tokens"])
+        self.assertGreater(fresh["left_out"], 2 * fresh["asks"])
+        self.assertGreater(mine["efficiency"], 1.5 * fresh["efficiency"])
+        self.assertLessEqual(mine["efficiency"], 1)
+        self.assertEqual(mine["refused"], 0)
+
+    def test_an_interrupted_bench_goes_on_and_ends_with_the_same_counts(self):
+        kept = []
+
+        def keep(state):
+            kept.append(json.loads(json.dumps(state)))
+            if len(kept) == 2:
+                raise KeyboardInterrupt
+        plan = toki.BenchPlan(("no_overlap",), 1024)
+        whole = FakeBench(self, plan).play()
+        with self.assertRaises(KeyboardInterrupt):
+            FakeBench(self, plan, keep).play()
+        self.assertFalse(kept[-1]["complete"])
+        again = FakeBench(self, plan, old=kept[-1])
+        self.assertEqual(len(again.done), 2)
+        done = again.play()
+        self.assertEqual({k: r["computed"] for k, r in done["runs"].items()},
+                         {k: r["computed"] for k, r in whole["runs"].items()})
+        other = FakeBench(self, plan._replace(seed=2), old=kept[-1])
+        self.assertEqual(other.done, {})
+
+    def test_the_order_of_the_arms_turns(self):
+        plan = toki.BenchPlan(toki.EVERYTHING, passes=2)
+        orders = list(FakeBench(self, plan).orders())
+        self.assertEqual(len(orders), 2 * (len(toki.EVERYTHING) - 1))    # no second model
+        self.assertEqual({tuple(sorted(o)) for _, _, o in orders},
+                         {tuple(sorted(toki.ARMS))})
+        for n in (0, 1):
+            self.assertGreater(len({tuple(o) for _, p, o in orders if p == n}), 1)
+        self.assertEqual({o[0] for _, p, o in orders if p == 0}, {"alone"})
+
+    def test_a_crowd_is_counted_by_the_whole_run(self):
+        state = FakeBench(self, toki.BenchPlan(("cold_start",))).play()
+        row = toki.bench_result(dict(state, setup={"same": {"plan": {
+            "names": ["cold_start"]}}}), toki.read_run)["rows"][0]
+        self.assertGreater(row["arms"]["toki"]["efficiency"], .95)
+        self.assertLess(row["arms"]["alone"]["efficiency"], .5)
+
+
+# ============================================================================
 # FIELD REPORTS - public failures of other servers, and the tests that keep them out
 # ============================================================================
 # Of the kinds protocol, streaming, routing, routing/kv and launcher.
@@ -16803,7 +17057,8 @@ ROOMS = {
     "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam),
     "RESPONSES": (ResponsesRoom,), "OUTPUTS": (OutputsRoom,),
     "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
-    "FALLBACK": (Fallback, FallbackRoute), "REPORTS": (FieldReports,),
+    "FALLBACK": (Fallback, FallbackRoute), "WORKLOADS": (Workloads,),
+    "REPORT": (ReportRoom,), "RUNS": (RunsRoom,), "REPORTS": (FieldReports,),
     "BOOK": (BookRoom,), "DECIDE": (Decide,), "GGUF": (Gguf,),
     "FIT": (Fit,), "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
     "PICK": (Pick,), "REGISTRY": (RegistryRoom,),

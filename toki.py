@@ -9836,8 +9836,8 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, rehearse, PrefixOracle, Asked, Run, PUBLISHED, BANDS, grade,
-#    bench_score, percentile, median_interval, weigh, judge, lost_asks.
+#    sample_text, rehearse, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
+#    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
 #    plays on any arm, against an engine, a plan or a stub.  Its text comes from a
@@ -10094,6 +10094,17 @@ class PrefixOracle:
         self.trie.insert(self.asks, after)
 
 
+def as_generated(retokenized: Sequence[Any], came: Sequence[Any]) -> int:
+    """How many leading tokens of a reply are those that were generated.
+
+    Compares the pieces of the text tokenized again with the pieces that came; a text
+    may be cut into other tokens than the model chose, and from there on no prompt that
+    holds the text has the generated tokens.
+    """
+    return next((i for i, (a, b) in enumerate(zip(retokenized, came)) if a != b),
+                min(len(retokenized), len(came)))
+
+
 # ---- what came of it ----------------------------------------------------------------
 class Asked(NamedTuple):
     "One ask on one arm.  Tokens; milliseconds; None where it is not known."
@@ -10176,8 +10187,8 @@ def weigh(runs: Sequence[Run]) -> dict:
     prompt, oracle = sum(a.prompt for a in good), sum(a.prompt - a.known for a in good)
     spent = [run.computed for run in runs]
     total = None if None in spent else sum(c for c in spent if c is not None)
-    later = [a for run in runs for a in run.asks[1:] if a.asked and not a.error]
-    told = [a.prompt - a.new for a in later if a.new is not None]
+    later = max(1, len(good) - len(runs))     # the first ask of a run cannot be a hit
+    told = [a.prompt - a.new for a in good if a.new is not None]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
@@ -10186,8 +10197,8 @@ def weigh(runs: Sequence[Run]) -> dict:
         "efficiency": oracle / max(1, total) if total is not None else None,
         "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
         "hit_tokens_oracle": 1 - oracle / max(1, prompt),
-        "hit_asks": sum(n >= _HIT for n in told) / len(told) if told else None,
-        "hit_asks_oracle": sum(a.known >= _HIT for a in later) / max(1, len(later)),
+        "hit_asks": sum(n >= _HIT for n in told) / later if told else None,
+        "hit_asks_oracle": sum(a.known >= _HIT for a in good) / later,
         "ttft_ms": {"p50": percentile(times, .5), "p95": percentile(times, .95),
                     "min": min(times, default=None), "max": max(times, default=None)},
         "prefill_tokens_per_s": 1000 * sum(
@@ -10308,7 +10319,8 @@ def bench_result(state: dict, read: Callable[[dict], Run]) -> dict:
             rows.append(judge(name, arms))
             toki = arms.get("toki")
             rows[-1]["lost"] = [dict(a._asdict(), place=i, beyond=n)
-                                for i, a, n in lost_asks(toki[0])[:5]] if toki else []
+                                for i, a, n in (lost_asks(toki[0], 10)[:3]
+                                                if toki else ())]
     return dict(state, rows=rows, missing=[
         n for n in plan["names"] if n not in {r["workload"] for r in rows}])
 
@@ -10544,7 +10556,7 @@ def _distribution(times: dict) -> str:
 def _efficiency_bars(rows: Sequence[dict]) -> str:
     "Efficiency of every arm on every workload."
     parts, y = [], 18
-    for x, word in ((210, "0"), (350, "0.5"), (490, "1: no token twice")):
+    for x, word in ((210, "0"), (510, "0.5"), (810, "1: nothing twice")):
         parts.append(_svg_text(x, 12, word, "middle"))
     top = y
     for row in rows:
@@ -10552,14 +10564,14 @@ def _efficiency_bars(rows: Sequence[dict]) -> str:
         parts.append(_svg_text(200, y + 5 * len(arms) + 5, row["workload"], "end"))
         for arm in arms:
             value = row["arms"][arm]["efficiency"]
-            parts += [f'<rect x="210" y="{y}" width="{280 * min(1.05, value):.1f}" '
+            parts += [f'<rect x="210" y="{y}" width="{600 * min(1.05, value):.1f}" '
                       f'height="8" fill="var(--{arm})"/>',
-                      _svg_text(496 if value > .97 else 214 + 280 * value, y + 8,
+                      _svg_text(816 if value > .97 else 214 + 600 * value, y + 8,
                             f"{value:.2f}")]
             y += 10
         y += 8
-    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 350, 490)]
-    return _svg(560, y + 4, lines + parts, "efficiency by workload and arm")
+    lines = [f'<path class=ax d="M{x} {top}V{y}"/>' for x in (210, 510, 810)]
+    return _svg(900, y + 4, lines + parts, "efficiency by workload and arm")
 
 
 def _timeline(row: dict, runs: dict) -> str:
@@ -10572,7 +10584,7 @@ def _timeline(row: dict, runs: dict) -> str:
     parts, width = [], 860 / max(1, asks)
     for lane, (arm, rows) in enumerate(lanes):
         base = 120 + lane * 140
-        parts.append(_svg_text(90, base - 50, _ARM_WORDS[arm].split(" ")[-1], "end"))
+        parts.append(_svg_text(98, base - 106, _ARM_WORDS[arm]))
         parts += [f'<path class=ax d="M96 {base}H960"/>',
                   _svg_text(90, base - 96, f"{most:,}", "end"),
                   _svg_text(90, base, "0", "end")]
@@ -10625,11 +10637,13 @@ def _summary(rows: Sequence[dict]) -> str:
         body.append((
             f"<b>{_esc(row['workload'])}</b><span class=what>"
             f"{_esc(WORKLOAD_WORDS.get(row['workload'], ''))}"
-            + (f". {_esc(note)}" if note else "") + "</span>",
+            + (f"; {_esc(note)}" if note else "") + "</span>",
             f"{ttft}<span class=what>{interval.rstrip(')')}</span>",
             _change(toki)[1], f"{_percent(toki['hit_tokens'])}<span class=what>of "
             f"{_percent(toki['hit_tokens_oracle'])} possible"
-            + (f"; published {published}" if published else "") + "</span>",
+            + (f"; published {published}" if published else "")
+            + (f", by asks; here {_percent(toki['hit_asks'], 0)} of them"
+               if row["workload"] == "agent_100" else "") + "</span>",
             "-" if points is None else f"{points:.1f}<span class=what><span class=bar "
             f'style="width:{points * .05:.1f}rem"></span></span>',
             f"<span class=grade>{toki.get('grade', '-')}</span>",
@@ -10686,9 +10700,11 @@ def bench_page(result: dict) -> str:
         f"<h1>How much of the reading is done twice?</h1><p class=soft>toki bench, "
         f"{_esc(time_text(setup['at']))}: {_esc(same['model'])} on "
         f"{_esc(setup['machine'])}</p>", *_PAGE_LEAD, _key(arms), _tiles(rows),
-        "<h2>Summary</h2><p>Changes compare toki with the same engine that reuses "
-        "nothing; negative times are shorter. In brackets the 95 % interval of the "
-        "median.</p>", _summary(rows),
+        "<h2>Summary</h2><p>TTFT is the time to the first token, prefill the speed "
+        "of reading. Changes compare toki with the same engine that reuses nothing: "
+        "negative times are shorter; below each the 95 % interval of the median. Hit: "
+        "tokens that were remembered, in percent. The last column is the grade of "
+        "llama-server by itself.</p>", _summary(rows),
         "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
         "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
         "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
@@ -22998,6 +23014,7 @@ class Asker:
 
     def __init__(self, engine: Engine, pin: Optional[int] = None):
         self.engine, self.pin = engine, pin
+        self.pieces: list = []           # of the latest reply, as they came
 
     def chat(self, messages: list, max_tokens: int = 16, **more: Any) -> tuple:
         "(text, first-token ms, timings, cache or None) of a streamed chat."
@@ -23007,6 +23024,7 @@ class Asker:
             body["id_slot"] = self.pin
         clock, began = self.engine.edges.clock, self.engine.edges.clock.now()
         text, first, timings, cache = [], None, None, None
+        self.pieces = text
         for event in self.engine.open("/v1/chat/completions",
                                       json.dumps(body).encode()).events():
             for choice in event.get("choices") or ():
@@ -23645,44 +23663,45 @@ class _Play:
             self.crowded |= self.open_asks > 1
         left_out = self.arm == "fresh" and place % self.sample
         try:
-            row, reply = self._left_out(key) if left_out else self._send(
+            row, pieces = self._left_out(key) if left_out else self._send(
                 messages, max_tokens, key, more)
         finally:
             with self.lock:
                 self.open_asks -= 1
-        self._note(place, messages, row, reply)
-        self.bench.tick(self.arm)
-        return self.script.setdefault(key, reply)
+        self._note(place, messages, row, pieces)
+        return self.script.setdefault(key, "".join(pieces))
 
     def _left_out(self, key: str) -> tuple:
         return Asked(0, 0, None, None, 0, None, key=key, asked=False), \
-            self.script.get(key, "")
+            [self.script.get(key, "")]
 
     def _send(self, messages: list, limit: int, key: str, more: dict) -> tuple:
         if self.arm == "fresh":
             more = dict(more, cache_prompt=False)
         before, at = self._counter(), self.bench.edges.clock.now() - self.began
-        row, reply = Asked(0, 0, None, None, 0, None, round(at, 3), key), ""
+        row, asker = Asked(0, 0, None, None, 0, None, round(at, 3), key), self.asker()
         try:
-            reply, first, t, cache = self.asker().chat(messages, limit, ignore_eos=True,
-                                                       **more)
+            _, first, t, cache = asker.chat(messages, limit, ignore_eos=True, **more)
         except TokiError as error:
-            return row._replace(error=error.message), ""
+            return row._replace(error=error.message), []
         after, cache = self._counter(), cache or {}
         alone = not self.crowded and before is not None and after is not None
         return row._replace(
             cached=t.cache_n if t else None, generated=t.predicted_n if t else 0,
             computed=after - before if alone else None,
             ttft_ms=round(first, 3) if first else None, ask=cache.get("ask", 0),
-            source=cache.get("source", ""), why=cache.get("why", "")), reply
+            source=cache.get("source", ""), why=cache.get("why", "")), asker.pieces
 
-    def _note(self, place: int, messages: list, row: Asked, reply: str) -> None:
+    def _note(self, place: int, messages: list, row: Asked, pieces: list) -> None:
         "Put an ask beside what the oracle makes of it."
-        engine = self.bench.reader or self.rig.engine
+        engine, reply = self.rig.engine, "".join(pieces)
         prompt = engine.render(json.dumps({"messages": messages}).encode())
         tokens = array("I", engine.tokenize(prompt, True))
-        after = array("I", engine.tokenize(prompt + reply, True))
-        stored = after[:-1] if len(after) > len(tokens) else tokens
+        again = engine.json("POST", "/tokenize", {
+            "content": reply, "parse_special": True, "with_pieces": True})["tokens"]
+        same = as_generated([t["piece"] for t in again], pieces)
+        stored = tokens + array("I", [t["id"] for t in again[:min(
+            same, max(0, row.generated - 1))]])
         with self.lock:
             known = self.oracle.known(tokens)
             self.oracle.add(stored)
@@ -23720,14 +23739,12 @@ class Bench:
                  keep: Callable[[dict], None], old: Optional[dict] = None):
         self.plan, self.binary, self.model, self.edges = plan, binary, model, edges
         self.where, self.config, self.say, self.keep = where, config, say, keep
-        self.reader: Optional[Engine] = None
         self.setup = self._setup()
         old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
             else {}
         self.done: dict = dict((old or {}).get("runs", {}))
         self.rates: dict = {}
-        self.label, self.ticks, self.expected = "", 0, 0
-        self.finished, self.began = 0.0, edges.clock.now()
+        self.began = edges.clock.now()
 
     def _setup(self) -> dict:
         "Machine, model, build, flags: what another needs to repeat it."
@@ -23777,17 +23794,18 @@ class Bench:
     def play(self) -> dict:
         "All of the plan that is not done yet; returns the state."
         parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
+        finished = 0
         for i, (name, n, arm) in enumerate(parts):
             key = f"{name}/{n}/{arm}"
             if key in self.done:
                 continue
-            self.label, self.ticks = f"[{i + 1}/{len(parts)}] {name}, {arm}", 0
+            label = f"[{i + 1}/{len(parts)}] {name}, {arm}"
             script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
             run = _Play(self, arm, script, self._sample(name)).run(name)
-            self.finished += 1
+            finished += 1
             left = len(parts) - i - 1
-            pace = (self.edges.clock.now() - self.began) / self.finished
-            self.say(f"{self.label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
+            pace = (self.edges.clock.now() - self.began) / finished
+            self.say(f"{label}: {len(run.asks)} asks in {run.seconds:.1f} s" + (
                 f", ~{fmt_age(pace * left)} left" if left else ""))
             self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
             self.keep(self.state(False))
@@ -23798,9 +23816,6 @@ class Bench:
         if name not in WORKLOADS or name == "no_overlap":
             return 1
         return self.plan.sample
-
-    def tick(self, arm: str) -> None:
-        self.ticks += 1
 
     def state(self, complete: bool) -> dict:
         return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
@@ -26442,7 +26457,8 @@ def _bench_plan(c: Context) -> BenchPlan:
 
 def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
     "The workloads on three arms; an interrupted bench goes on where it was."
-    store = c.ns.json if c.ns.json not in ("", "-") else where.file("bench.json")
+    store = c.edges.disk.absolute(c.ns.json) if c.ns.json not in ("", "-") \
+        else where.file("bench.json")
     quiet = c.ns.json == "-"
     old = None
     with contextlib.suppress(UsageError):
@@ -26461,7 +26477,8 @@ def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
         run["replies"] = None            # they served the comparison of outputs
     keep(result)
     if c.ns.html:
-        c.edges.disk.write(c.ns.html, bench_page(result).encode())
+        c.edges.disk.write(c.edges.disk.absolute(c.ns.html),
+                           bench_page(result).encode())
     c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
           + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
     return 0
