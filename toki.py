@@ -9836,7 +9836,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
-#    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
+#    uses: WORDS, TOKENS, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
 #    sample_text, rehearse, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
@@ -10082,17 +10082,17 @@ class PrefixOracle:
     "An unlimited cache of exact prefixes that starts cold."
 
     def __init__(self) -> None:
-        self.trie, self.asks = PrefixTrie(), 0
+        self.held: list = []     # in order: the longest prefix stands next to a prompt
 
     def known(self, tokens: Tokens) -> int:
         "Tokens of this prompt that need not be computed; the last one always is."
-        found = self.trie.match(tokens, limit=1)
-        return min(found[0].length if found else 0, max(0, len(tokens) - 1))
+        at = bisect.bisect(self.held, tokens)
+        found = (common_prefix(tokens, h) for h in self.held[max(0, at - 1):at + 1])
+        return min(max(found, default=0), max(0, len(tokens) - 1))
 
     def add(self, after: Tokens) -> None:
         "A prompt with what was generated, but the last token, is known from now on."
-        self.asks += 1
-        self.trie.insert(self.asks, after)
+        bisect.insort(self.held, after)
 
 
 def as_generated(retokenized: Sequence[Any], came: Sequence[Any]) -> int:
@@ -10366,8 +10366,8 @@ def _verdict(row: dict) -> str:
             out.append("no gain and no cost within the interval" if low <= 0 <= high
                        else f"first-token times {_signed(change['ttft'])} against "
                        "nothing reused" + (": toki's own cost" if low > 0 else ""))
-    if toki and toki["refused"]:
-        out.append(f"{toki['refused']} asks were refused")
+    out += [f"{f['refused']} asks were refused ({_ARM_WORDS[arm]})"
+            for arm, f in row["arms"].items() if f["refused"]]
     if row.get("sized") is False:
         out.append("at this size the oracle stays below the published hit rate")
     return "; ".join(out)
@@ -10392,6 +10392,7 @@ def bench_text(result: dict) -> str:
     out += [f"{r['workload']}: {_verdict(r)}" for r in result["rows"] if _verdict(r)]
     out += [f"not played: {name}" + (" (needs --other FILE, a second model)" if name
                                      == "swap" else "") for name in result["missing"]]
+    out += _broken(result)
     same = setup["same"]
     out += ["", f"{same['model']} ({same['kind']}), llama.cpp {same['build']}, "
             f"{setup['machine']}, seed {same['plan']['seed']}, context "
@@ -10401,6 +10402,13 @@ def bench_text(result: dict) -> str:
                          "percent beside the oracle's; eff. = oracle / computed tokens "
                          "by the engine's counter. " + _FORMULA)]
     return "\n".join(out)
+
+
+def _broken(result: dict) -> list:
+    "A sentence for each run that broke off."
+    found = ((key.split("/"), why) for key, why in result.get("broken", {}).items())
+    return [f"{name}, {_ARM_WORDS[arm]}: broken off, {why}; left out, the same command "
+            "tries it again" for (name, _, arm), why in found]
 
 
 def prose_lines(text: str, width: int = 88) -> list:
@@ -10706,6 +10714,7 @@ def bench_page(result: dict) -> str:
         "negative times are shorter; below each the 95 % interval of the median. Hit: "
         "tokens that were remembered, in percent. The last column is the grade of "
         "llama-server by itself.</p>", _summary(rows),
+        *(f"<p class=soft>{_esc(words)}</p>" for words in _broken(result)),
         "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
         "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
         "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
@@ -23744,6 +23753,7 @@ class Bench:
         old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
             else {}
         self.done: dict = dict((old or {}).get("runs", {}))
+        self.broken: dict = {}           # "name/pass/arm" -> why
         self.rates: dict = {}
         self.began = edges.clock.now()
 
@@ -23793,16 +23803,25 @@ class Bench:
                 yield name, n, order if not n % 2 else order[1:] + order[:1]
 
     def play(self) -> dict:
-        "All of the plan that is not done yet; returns the state."
+        """All of the plan that is not done yet; returns the state.
+
+        An arm that breaks off is left out, and tried again by the next bench of this
+        plan.  Raises what broke it where nothing at all could be played.
+        """
         parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
-        finished = 0
+        finished, trouble = 0, None
         for i, (name, n, arm) in enumerate(parts):
             key = f"{name}/{n}/{arm}"
             if key in self.done:
                 continue
             label = f"[{i + 1}/{len(parts)}] {name}, {arm}"
             script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
-            run = _Play(self, arm, script, self._sample(name)).run(name)
+            try:
+                run = _Play(self, arm, script, self._sample(name)).run(name)
+            except TokiError as error:
+                self.broken[key], trouble = error.message, error
+                self.say(f"{label}: broken off, {error.message}")
+                continue
             finished += 1
             left = len(parts) - i - 1
             pace = (self.edges.clock.now() - self.began) / finished
@@ -23810,7 +23829,9 @@ class Bench:
                 f", ~{fmt_age(pace * left)} left" if left else ""))
             self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
             self.keep(self.state(False))
-        return self.state(True)
+        if trouble and not self.done:
+            raise trouble
+        return self.state(not self.broken)
 
     def _sample(self, name: str) -> int:
         "Few asks are all asked of the fresh arm; so are those that come at once."
@@ -23820,7 +23841,7 @@ class Bench:
 
     def state(self, complete: bool) -> dict:
         return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
-                "runs": self.done}
+                "runs": self.done, "broken": self.broken}
 
 
 # ============================================================================
@@ -23875,7 +23896,8 @@ def _sim_prompt(messages: Sequence[dict], seed: bytes) -> Prompt:
             ahead = len(tokens) + common_prefix(part, _sim_ids(m["content"])) \
                 if len(part) > 4 * BLOCK else 0
         tokens.extend(_sim_ids(m["content"]))
-    return Prompt(tokens, block_hashes(tokens, seed), tuple(starts), tuple(users), ahead)
+    return Prompt(tokens, block_hashes(tokens, seed), tuple(starts), tuple(users),
+                  ahead)
 
 
 class _SimSlot(NamedTuple):
@@ -24011,8 +24033,7 @@ class _Simulation:
         n, began = len(prompt.tokens), self.now
         plan = self._plan(request, prompt)
         side, ends = self._carry_out(plan, prompt)
-        reply = "".join(f" {number % 1000}"
-                        for _ in range(turn.max_tokens))
+        reply = f" {number % 1000}" * turn.max_tokens
         made = _sim_ids(reply)
         marks = (*prompt.users[:1], *prompt.users[-1:], n - 4)
         kept = self.engine.compute(plan.slot, prompt.tokens, marks, made)
@@ -24023,7 +24044,8 @@ class _Simulation:
         self.book.apply(Settled(
             plan.slot, number, request, prompt, Timings(
                 kept, n - kept, len(made), (n - kept) * self.s.prefill_ms,
-                len(made) * self.s.decode_ms), plan.expect, self.now, side, tuple(ends)))
+                len(made) * self.s.decode_ms), plan.expect, self.now, side,
+            tuple(ends)))
         self.rows.append(Asked(n, self.oracle.known(prompt.tokens), n - new, new,
                                len(made), ttft, began, "", number, plan.source,
                                plan.why))
@@ -26775,7 +26797,7 @@ def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
                            bench_page(result).encode())
     c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
           + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
-    return 0
+    return 1 if result["broken"] else 0
 
 
 def _bench_situations(c: Context, where: Places, binary: str, model: str) -> list:
