@@ -3038,6 +3038,22 @@ class Fit(Case):
             self.assertIn(word, wrong[0])
         self.assertEqual(toki.plan_mismatches(p, toki.read_engine_report(["x"])), [])
 
+    def test_the_profile_is_where_the_weights_lie(self):
+        line = "0.1 I load_tensors: %12s model buffer size = %8.2f MiB"
+        self.table((
+            ("a processor", [("CPU_Mapped", 92.1)], "cpu"),
+            ("its own layout", [("CPU_REPACK", 50), ("AMX", 9)], "cpu"),
+            ("one card", [("CPU_Mapped", 70), ("CUDA0", 4000)], "gpu"),
+            ("a card first", [("ROCm1", 4000), ("CPU", 70)], "gpu"),
+            ("a Mac", [("MTL0_Mapped", 4000), ("CPU_Mapped", 1)], "gpu"),
+            ("a card that holds nothing", [("CUDA0", 0), ("CUDA_Host", 4000)], "cpu"),
+            ("a processor in disguise",
+             ["using device Vulkan0 (llvmpipe (LLVM 15.0.6)) (unknown id)",
+              ("Vulkan0", 4000)], "cpu"),
+            ("nothing said", ["listening"], "")),
+            lambda rows: toki.read_engine_report(
+                row if isinstance(row, str) else line % row for row in rows).profile)
+
     def test_words_and_json(self):
         p = self.limited(8)
         text = toki.facts_text(self.BIG._replace(template=False), p)
@@ -3047,8 +3063,6 @@ class Fit(Case):
         doc = json.loads(json.dumps(toki.facts_json(self.WINDOW, p)))
         self.assertEqual((doc["windowed_bytes"], doc["plan"]["total"]),
                          (114688, p.total))
-        self.assertEqual([toki.most_new_tokens(4096, n) for n in (96, 4096, 9999)],
-                         [4000, 1, 1])
 
 
 # ============================================================================
@@ -7593,6 +7607,46 @@ class Commands(Case):
         self.assertNotIn("hush", out)
         self.assertIn(toki.__version__, self.run_main("version")[1])
 
+    def completed(self, *words):
+        "What bash offers after these words."
+        script = os.path.join(self.folder(), "toki.bash")
+        with open(script, "w") as f:
+            f.write(toki.completion_script("bash"))
+        done = subprocess.run(["bash", "--norc", "-c", 'source "$0"; complete -p toki; '
+                               'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _toki; '
+                               'printf "%s\\n" "${COMPREPLY[@]}"', script, "toki", *words],
+                              capture_output=True, text=True)
+        self.assertEqual(done.stderr, "")
+        first, *rest = done.stdout.split("\n")
+        self.assertEqual(first, "complete -o default -F _toki toki")
+        return [w for w in rest if w]
+
+    def test_completion_in_bash(self):
+        if not shutil.which("bash"):
+            self.skipTest("no bash")
+        top = {name.split()[0] for name in toki.COMMANDS}
+        self.assertEqual(set(self.completed("")), top)
+        self.table((
+            ("a command", ("stat",), ["status"]), ("a verb", ("model", "pu"), ["pull"]),
+            ("a flag", ("model", "pull", "--rev"), ["--revision"]),
+            ("a choice", ("completion", "z"), ["zsh"]),
+            ("a setting", ("up", "--memory-g"), ["--memory-gb"]),
+            ("nothing hidden", ("serve", "--act"), []),
+            ("no command", ("frob", ""), [])), lambda words: self.completed(*words))
+
+    def test_completion_knows_every_command_in_every_shell(self):
+        for shell in ("bash", "zsh", "fish", "powershell"):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual(toki.main(["completion", shell]), 0)
+            for name in toki.COMMANDS:
+                self.assertRegex(out.getvalue(), rf"\b{name.split()[-1]}\b", shell)
+            self.assertNotIn("@", out.getvalue().replace("@(", "").replace("@{", ""))
+            program = shutil.which(shell)
+            if program and shell != "powershell":
+                done = subprocess.run([program, "-n"], input=out.getvalue(), text=True,
+                                      capture_output=True)
+                self.assertEqual((done.returncode, done.stderr), (0, ""), shell)
+
     def test_usage_errors_have_exit_code_2(self):
         code, _, err = self.run_main("settings", "--slots", "x")
         self.assertEqual(code, 2)
@@ -10139,6 +10193,28 @@ class RealShelf(Real):
         for slot in range(4):
             toki.Engine(server.url).json("POST", f"/slots/{slot}?action=erase", {})
 
+    def test_doctor_proves_a_fork(self):
+        "On every kind of memory; what was made for the proof is gone again."
+        for model, slots, *flags in (("llama-dense", 4), ("gemma3", 2, "--swa-full"),
+                                     ("qwen35", 4, "--checkpoint-min-step", "64"),
+                                     ("mamba2", 1, "--checkpoint-min-step", "64")):
+            with self.subTest(model):
+                server = self.server(model, "--no-repack", *flags, slots=slots)
+                d = self.shelf_rig(server, swa_full="--swa-full" in flags)
+                found = toki.examine(d.where, toki.REAL, toki.running_daemon(
+                    d.where, toki.REAL))
+                checks = [f for f in found if "restored into slot" in f.text]
+                self.assertEqual([f.level for f in checks],
+                                 ["OK" if slots > 1 else "WARN"], found)
+                here, there = re.findall(r"slot (\d)", checks[0].text)
+                self.assertEqual(here != there, slots > 1)
+                state = Client(d).json("GET", "/toki/state")
+                self.assertFalse([s for s in state["slots"] if s["busy"]])
+                self.assertNotIn("toki-check", [s["label"] for s in
+                                                state["shelf"]["snapshots"]])
+                d.close()
+                server.stop()
+
     def efficiency(self, name, model, *flags, slots=4, scale=900):
         server = self.server(model, *flags, slots=slots)
         d = self.shelf_rig(server, swa_full="--swa-full" in flags)
@@ -10596,6 +10672,58 @@ class RealInstall(Real):
         self.assertEqual(n, 1)                   # right at once
 
 
+class RealFirstHour(Real):
+    "The three lines of a new user, against a hub of this machine, and the way out."
+    QUANTS = ("IQ2_M IQ3_XS IQ4_XS Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_0 Q4_K_S Q4_K_M Q5_0 "
+              "Q5_K_S Q5_K_M Q6_K Q8_0").split()
+    REPO = "org/SmolTalk-8B-Instruct-GGUF"
+
+    def setUp(self):
+        self.home, self.hub = self.folder(), StandInHub()
+        self.addCleanup(self.hub.close)
+        with open(tiny("llama-dense"), "rb") as f:
+            data = f.read()
+        files = {"README.md": b"words", ".gitattributes": b"x"}
+        files.update((f"SmolTalk-8B-Instruct-{q}.gguf", data) for q in self.QUANTS)
+        files["BF16/SmolTalk-8B-Instruct-BF16.gguf"] = data
+        self.hub.repos[self.REPO] = files
+        self.env = {"HOME": self.home, "TERM": "dumb", "TOKI_HUB": self.hub.base,
+                    "PATH": self.home + "/.local/bin:" + os.environ["PATH"],
+                    "TOKI_PYTHON": sys.executable, "TOKI_ENGINE_BIN": real_engine(),
+                    "TOKI_ENGINE_ARGS": "--no-repack", "TOKI_THREADS": "1",
+                    "TOKI_PORT": str(toki.REAL.net.free_port())}
+
+    def sh(self, line, code=0):
+        done = subprocess.run(["sh", "-c", line], cwd=HERE, env=self.env, text=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=300)
+        self.assertEqual(done.returncode, code, done.stdout)
+        self.assertNotIn("Traceback", done.stdout)
+        return done.stdout
+
+    def below(self):
+        return [os.path.join(base, f) for base, _, files in os.walk(self.home)
+                for f in files]
+
+    def test_install_pull_up_down_and_nothing_left(self):
+        self.addCleanup(subprocess.run, ["sh", "-c", "toki down"], env=self.env,
+                        capture_output=True)
+        self.sh("./install.sh")
+        said = self.sh(f"toki model pull {self.REPO} --use")
+        self.assertRegex(said, rf"Q4_K_M, .* \(of {len(self.QUANTS) + 1}; the usual middle")
+        registry = json.loads(toki.REAL.disk.read_text(os.path.join(
+            self.home, ".config/toki/models.json")))
+        self.assertEqual(registry["active"], "smoltalk-8b-instruct-q4_k_m")
+        said = self.sh("toki up --yes")
+        self.assertRegex(said, r"second ask: [\d,]+ of [\d,]+ tokens reused")
+        self.assertIn("Q4_K_M", json.loads(self.sh("toki status --json"))["engine"]["model"]
+                      .upper())
+        self.assertIn("stopped", self.sh("toki down"))
+        self.assertTrue([f for f in self.below() if f.endswith(".gguf")])
+        self.sh("./install.sh --uninstall --purge")
+        self.assertEqual(self.below(), [])
+
+
 class RealAlone(Real):
     def test_one_file_in_an_empty_folder(self):
         "python -I -S, empty HOME, read-only folder: a hit, and nothing written outside."
@@ -10624,6 +10752,36 @@ class RealAlone(Real):
         self.assertEqual((os.listdir(home), sorted(os.listdir(place))), ([], ["toki.py"]))
         self.assertLessEqual({"ledger.db", "token"}, set(os.listdir(
             os.path.join(state, "s"))))
+
+    def test_bundle_tells_no_text_and_no_secret(self):
+        "Even of an engine that prints prompts, over several lines."
+        state, model = self.folder(), tiny("llama-dense")
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024,
+                        threads=1, engine_args="--no-repack -lv 5", certify="off",
+                        plan={"binary": real_engine(), "model": model})
+        self.until(lambda: d.keeper.state == "ready", "the engine", 60)
+        Client(d).chat("the blue zebra\nUser: the blue zebra hums\n" * 9, 4)
+        path = os.path.join(self.folder(), "b.zip")
+        with contextlib.redirect_stdout(io.StringIO()) as out, \
+                contextlib.redirect_stderr(io.StringIO()):
+            code = toki.main(["doctor", "--bundle", path, "--state-dir", state,
+                              "--engine-key", "hush-hush", "--hf-token", "hf_0123456789",
+                              "--engine-args", "--api-key abcdefgh"])
+        with zipfile.ZipFile(path) as archive:
+            parts = {n: archive.read(n).decode() for n in archive.namelist()}
+        self.assertEqual((code, parts["doctor.txt"]), (0, out.getvalue()))
+        self.assertIn("fork proven", parts["doctor.txt"])
+        self.assertEqual(json.loads(parts["state.json"])["engine"]["state"], "ready")
+        self.assertIn("slots", json.loads(parts["settings.json"]))
+        self.assertIn("load_tensors", parts["logs/engine.log"])
+        self.assertIn("print_timing", parts["logs/engine.log"])
+        token = toki.local_token(toki.REAL, d.where)
+        key = toki.REAL.disk.read_text(d.where.file("engine.key")).strip()
+        raw = toki.REAL.disk.read_text(d.where.file("logs", "engine.log"))
+        self.assertIn("zebra", raw)              # else this test proves nothing
+        for name, text in parts.items():
+            for word in ("zebra", "hush", "hf_0123456789", "abcdefgh", token, key):
+                self.assertNotIn(word, text, name)
 
     def test_openai_client_unmodified(self):
         try:
@@ -10739,6 +10897,60 @@ class RealMemory(Real):
                 took = anonymous + facts.weight_bytes
                 self.assertLess(abs(plan.total - plan.checkpoint_bytes - took),
                                 max(took // 20, 16 << 20))
+
+    def limited(self, gib):
+        "Doors of a machine of 64 GiB, in a control group of `gib`; 0: in none."
+        class Disk(toki.Disk):
+            FILES = {"/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n",
+                     "/proc/self/cgroup": "0::/a\n",
+                     "/sys/fs/cgroup/a/memory.max": str(gib << 30) if gib else "max"}
+
+            def read_text(self, path):
+                if path.startswith("/sys/fs/cgroup") or path in self.FILES:
+                    return self.FILES.get(path, "")
+                return super().read_text(path)
+        return toki.REAL._replace(disk=Disk())
+
+    def test_8_and_16_gb_by_control_group_and_by_setting(self):
+        "A model of 8B parameters by its header: what fits is served, told and kept to."
+        plan = {"binary": real_engine(), "model": tiny("llama-dense")}
+        for gib, by, ctx, slots in ((8, "group", 4096, 3), (16, "setting", 16384, 4),
+                                    (8, "setting", 5120, 4), (16, "group", 16384, 4)):
+            with self.subTest(gib=gib, by=by), unittest.mock.patch.object(
+                    toki, "model_facts", lambda *a: Fit.BIG):
+                grouped = by == "group"
+                d = self.daemon("http://127.0.0.1:1", plan=plan, threads=1,
+                                memory_gb=0 if grouped else gib, certify="off",
+                                engine_args="--no-repack",
+                                edges=self.limited(gib if grouped else 0))
+                fit, c = d.memory_plan, Client(d)
+                self.assertLessEqual(fit.total + fit.page_cache, gib << 30)
+                self.assertEqual((fit.ctx, fit.slots), (ctx, slots))
+                entry = c.json("GET", "/v1/models")["data"][0]
+                self.assertEqual((entry["context_length"], entry["meta"]["slots"],
+                                  d.engine.info.n_ctx), (ctx, slots, ctx))
+                ends = {"stop": [" ", "a", "e"]}
+                reply = c.chat(say(1, 60), 32000, **ends)
+                self.assertIn("max_tokens", reply["cache"]["steadied"])
+                self.assertNotIn("max_tokens", c.chat(say(1, 60), 9, **ends)["cache"].get(
+                    "steadied") or ())
+                error = c.chat(say(1, 2 * ctx), 4, 400)["error"]
+                self.assertEqual(error["code"], "context_length_exceeded")
+                self.assertIn(str(ctx), error["message"].replace(",", ""))
+                d.close()
+
+    def test_below_the_floor_it_refuses_with_numbers(self):
+        home, model = self.folder(), tiny("llama-dense")
+        done = subprocess.run(
+            [sys.executable, os.path.join(HERE, "toki.py"), "up", "--yes", "--engine-bin",
+             real_engine(), "--model", model, "--memory-gb", "0.01"],
+            env={"HOME": home, "PATH": os.environ["PATH"]}, text=True,
+            capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertRegex(done.stderr, r"512 tokens in 1 slot.*MiB.*10\.2 MiB")
+        self.assertIn("try:", done.stderr)
+        self.assertFalse(os.path.exists(os.path.join(
+            home, ".local/state/toki/daemon.json")))
 
     def test_a_managed_engine_is_fitted_checked_and_remembered(self):
         model = tiny("llama-dense")
@@ -11268,7 +11480,170 @@ class RealPage(Case):
             self.assertEqual(len(roles["main"]), 1)
             self.assertIn("Views", roles["navigation"])
             self.assertEqual(roles["heading"][0], "toki")
-        self.assertIn("radio", {n["role"]["value"] for n in nodes} | {"radio"})
+        live = {n["role"]["value"]: {p["name"]: p["value"].get("value")
+                                     for p in n["properties"]}.get("live")
+                for n in nodes if n.get("role", {}).get("value") in ("status", "log")}
+        self.assertEqual(live, {"status": "polite", "log": "polite"})
+
+    def test_a_reply_is_heard_while_it_grows(self):
+        fake = self.fake(decode_ms=5)
+        fake.speech = "One sentence. Another one.\n\nThe end"
+        b = self.visit(self.daemon(fake, page=toki.PAGE))
+        self.say(b, "go", max_tokens=400)
+        heard = b.js("return [...document.querySelectorAll('#heard p')].map("
+                     "(p) => p.textContent)")
+        self.assertGreater(len(heard), 1)
+        self.assertEqual(" ".join(" ".join(heard).split()),
+                         " ".join(b.js("return here.messages[1].text").split()))
+        self.assertIn("complete", b.js("return document.getElementById('say').innerText"))
+
+    CONTRAST = """
+      const paint = document.createElement("canvas").getContext("2d");
+      const rgba = (c) => { paint.clearRect(0, 0, 1, 1); paint.fillStyle = c;
+        paint.fillRect(0, 0, 1, 1); return [...paint.getImageData(0, 0, 1, 1).data]; };
+      const over = (a, b) => a.slice(0, 3).map((x, i) => x * a[3] / 255
+        + b[i] * (1 - a[3] / 255));
+      const ground = (e) => { const all = [];
+        for (; e; e = e.parentElement) all.push(rgba(getComputedStyle(e).backgroundColor));
+        return all.reduceRight((under, c) => over(c, under), [255, 255, 255]); };
+      const light = (c) => { const [r, g, b] = c.map((x) => (x /= 255) <= 0.04045
+        ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+      const bad = []; let seen = 0;
+      const check = (e, colour) => { const under = ground(e);
+        const [a, b] = [light(over(rgba(colour), under)), light(under)];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); seen++;
+        if (ratio < 4.5) bad.push([e.textContent.trim().slice(0, 30) || e.id,
+          colour, under.join(), ratio.toFixed(2)]); };
+      for (const e of document.querySelectorAll("body *")) {
+        if (!e.getClientRects().length) continue;
+        const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+        const style = getComputedStyle(e);
+        if (own) check(e, e instanceof SVGElement ? style.fill : style.color);
+        if (e.placeholder) check(e, getComputedStyle(e, "::placeholder").color);
+      }
+      return [seen, bad];"""
+
+    def test_contrast_of_every_text_in_both_themes(self):
+        fake = self.fake()
+        d = self.daemon(fake, page=toki.PAGE)
+        fake.speech = ("# Head\n\n`code` [a](https://example.org) > \n\n> quoted\n\n"
+                       "```py\n# note\nreturn 'x' + 12\n```\n\n| a | b |\n|--|--|\n| 1 | 2 |")
+        b = self.visit(d)
+        self.addCleanup(b.cdp, "Emulation.setEmulatedMedia", features=[])
+        self.say(b, "hello", "compare", max_tokens=400)
+        b.js("here.messages.push({role: 'assistant', text: '', error: 'broken'}, "
+             "{role: 'assistant', text: 'one two', raw: {text: 'one 2'}, "
+             "verdict: {class: 'substantive', first_difference: 4}}); drawChat()")
+        for view in ("#chat", "#cache"):
+            b.js("location.hash = arguments[0]", view)
+            b.until(f"!document.querySelector('{view}').hidden")
+            if view == "#cache":
+                b.until("document.querySelectorAll('#asks tr').length > 1")
+                b.js("document.querySelector('#asks button').click()")
+                b.until("document.querySelector('#why dl')")
+            for theme in ("light", "dark"):
+                b.cdp("Emulation.setEmulatedMedia", features=[
+                    {"name": "prefers-color-scheme", "value": theme}])
+                for dialog in ("", "login", "tuning", "warming", "sure", "help"):
+                    if dialog:
+                        b.js("document.getElementById(arguments[0]).showModal()", dialog)
+                    seen, bad = b.js(self.CONTRAST)
+                    if dialog:
+                        b.js("document.getElementById(arguments[0]).close()", dialog)
+                    self.assertGreater(seen, 25)
+                    self.assertEqual(bad, [], (view, theme, dialog))
+
+    def test_focus_can_be_seen(self):
+        b = self.visit(self.daemon(self.fake(), page=toki.PAGE))
+        self.say(b, "hello")
+        for view in ("#chat", "#cache"):
+            b.js("location.hash = arguments[0]; document.activeElement.blur()", view)
+            b.until(f"!document.querySelector('{view}').hidden")
+            seen = 0
+            for _ in range(14):
+                b.keys("tab")
+                shown = b.js("const e = document.activeElement; const s = (x) => x && "
+                             "getComputedStyle(x); if (e === document.body) return true; "
+                             "return [e, e.closest('label')].some((x) => s(x) && "
+                             "s(x).outlineStyle !== 'none' && parseFloat(s(x)"
+                             ".outlineWidth) >= 2) || e.id === 'box' && "
+                             "s(e.closest('.composer')).boxShadow !== 'none'")
+                self.assertTrue(shown, b.focus())
+                seen += 1
+            self.assertGreater(seen, 10)
+
+    def test_what_is_kept_can_be_taken_along(self):
+        "The list of conversations: open, export, remove, import; only sound ones come in."
+        b = self.visit(self.daemon(self.fake(), page=toki.PAGE))
+        self.say(b, "first talk")
+        b.js("startNew()")
+        self.say(b, "second talk")
+        names = ("return [...document.querySelectorAll('#list li > button:first-child')]"
+                 ".map((x) => x.textContent)")
+        self.assertEqual(b.js(names), ["second talk", "first talk"])
+        b.js("const made = URL.createObjectURL; URL.createObjectURL = (blob) => { "
+             "blob.text().then((t) => { window.exported = t; }); return made(blob); }; "
+             "HTMLAnchorElement.prototype.click = function () { "
+             "window.file = this.download; }; document.getElementById('export').click()")
+        b.until("window.exported")
+        self.assertEqual(b.js("return window.file"), "toki-conversations.json")
+        data = json.loads(b.js("return window.exported"))
+        self.assertEqual(len(data["conversations"]), 2)
+        b.js("document.querySelector('#list button.small').click()")
+        b.until("document.getElementById('sure').open")
+        b.keys("tab", "enter")
+        b.until("document.querySelectorAll('#list li').length === 1")
+        self.assertEqual(b.js(names), ["first talk"])
+        put = ("const d = new DataTransfer(); d.items.add(new File([arguments[0]], 'x.json"
+               "')); const f = document.getElementById('file'); f.files = d.files; "
+               "f.dispatchEvent(new Event('change'))")
+        data["conversations"].append({"id": 7, "messages": "no"})
+        b.js(put, json.dumps(data))
+        b.until("document.querySelectorAll('#list li').length === 2")
+        self.assertEqual(b.js("return document.getElementById('say').innerText"),
+                         "2 conversations imported")
+        b.js("[...document.querySelectorAll('#list button')].find((x) => "
+             "x.textContent === 'first talk').click()")
+        b.until("document.querySelector('.user .said')?.textContent === 'first talk'")
+        b.js(put, "no json")
+        b.until("document.getElementById('sure').open")
+        b.keys("escape")
+        self.assertEqual(b.errors(), [])
+
+    def test_drop_takes_a_snapshot_away(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        b = self.visit(d)
+        c = Client(d)
+        c.json("POST", "/toki/cache/warm", {"ask": {"messages": [
+            {"role": "system", "content": "Warm words. " * 60}]}},
+            headers={"x-api-key": c.token})
+        b.js("location.hash = '#cache'")
+        drop = "[...document.querySelectorAll('#forest button')].find((x) => " \
+               "x.textContent === 'Drop')"
+        b.until(drop)
+        before = len(c.json("GET", "/toki/state")["shelf"]["snapshots"])
+        b.js(f"{drop}.click()")
+        self.until(lambda: len(c.json("GET", "/toki/state")["shelf"]["snapshots"])
+                   == before - 1, "one snapshot less")
+        self.assertEqual(b.errors(), [])
+
+    def test_another_model_is_chosen(self):
+        d, c = RealSwap.stack(self, swap="ask")
+        d.page = d.gateway.page = toki.PAGE
+        b = self.visit(d)
+        self.assertEqual(sorted(b.js("return [...document.getElementById('model').options]"
+                                     ".map((x) => x.value)")), ["one", "two"])
+        for name in ("two", "one"):
+            b.js("const m = document.getElementById('model'); m.value = arguments[0]; "
+                 "m.dispatchEvent(new Event('change'))", name)
+            self.say(b, "hello " + name)
+            self.assertEqual(c.json("GET", "/toki/state")["recent"][-1]["model"], name)
+            self.assertIn(name, b.js("return [...document.querySelectorAll("
+                                     "'.assistant header')].pop().innerText"))
+        self.assertEqual(b.errors(), [])
 
     def test_narrow_and_wide_do_not_scroll_sideways(self):
         d = self.daemon(self.fake(), page=toki.PAGE)
@@ -13305,9 +13680,8 @@ class ResponsesRoom(Case):
 
     # ---- stored responses ---------------------------------------------------------
     def keep(self, chains, n, body, said):
-        response = toki.responses_reply({"choices": [{
-            "message": {"content": said}, "finish_reason": "stop"}]}, body,
-            f"resp_{n}", 1)
+        response = toki.ResponsesStream(body, f"resp_{n}", 1).plain({"choices": [{
+            "message": {"content": said}, "finish_reason": "stop"}]})
         chains.keep(chains.link(body, response))
         return response
 
@@ -13689,7 +14063,7 @@ class OutputsRoom(Case):
             assembler.add(c)
         body = dict(self.BODY, metadata={"a": "b"}, instructions="S", temperature=0.5,
                     prompt_cache_key="k", previous_response_id="resp_0", store=False)
-        plain = toki.responses_reply(assembler.reply(), body, "resp_x", 7)
+        plain = toki.ResponsesStream(body, "resp_x", 7).plain(assembler.reply())
         self.assertEqual(plain, told(toki.ResponsesStream(body, "resp_x", 7), chunks)[-1][
             "response"])
         self.assertEqual(plain["cache"], {"kind": "hit"})
@@ -13747,8 +14121,8 @@ class OutputsRoom(Case):
         events = told(stream, chunks)
         self.lawful(events)
         wrote = assembler.message()
-        for response in (events[-1]["response"], toki.responses_reply(
-                assembler.reply(), self.BODY, "resp_y", 7)):
+        for response in (events[-1]["response"], toki.ResponsesStream(
+                self.BODY, "resp_y", 7).plain(assembler.reply())):
             back = toki.responses_to_chat({"tools": CODEX_TOOLS, "input": [
                 message("user", "q"), *response["output"],
                 *(item_result(c["call_id"]) for c in response["output"] if "call_id" in c),
@@ -15786,7 +16160,7 @@ class Fallback(Case):
                          ["system"])
         self.assertEqual(first(twice, "?", ["system"]), ["alternate", "system"])
         self.assertEqual(list(toki.nearer_forms(history(("u", "x")), "?")), [])
-        tried = list(toki.nearer_messages(twice, "?"))
+        tried = [toki.apply_forms(twice, f) for f in toki.nearer_forms(twice, "?")]
         self.assertEqual(len(tried), len({json.dumps(m) for m, _ in tried}))
         self.assertLessEqual(len(tried), 12)
         self.assertTrue(all(words for _, words in tried))
@@ -16148,13 +16522,23 @@ def asked(prompt, known, computed, ttft=10.0, **more):
         "computed": computed, "generated": 4, "ttft_ms": ttft}, **more))
 
 
+def rehearse(name, sized):
+    "The turns of a workload if every reply were a few words."
+    steps, turns, reply = toki.WORKLOADS[name](sized), [], None
+    with contextlib.suppress(StopIteration):
+        while True:
+            turns.append(steps.send(reply))
+            reply = "word " * turns[-1].max_tokens
+    return turns
+
+
 class Workloads(Case):
     def test_one_seed_one_text(self):
         for name in toki.WORKLOADS:
             with self.subTest(name):
-                one = toki.rehearse(name, SIZED)
-                self.assertEqual(one, toki.rehearse(name, SIZED))
-                self.assertNotEqual(one, toki.rehearse(name, SIZED._replace(seed=2)))
+                one = rehearse(name, SIZED)
+                self.assertEqual(one, rehearse(name, SIZED))
+                self.assertNotEqual(one, rehearse(name, SIZED._replace(seed=2)))
 
     def test_sizes_follow_the_context_and_stay_inside(self):
         "Text of the rates' own making: the largest prompt against the context."
@@ -16165,7 +16549,7 @@ class Workloads(Case):
         for name in toki.WORKLOADS:
             with self.subTest(name):
                 sized = SIZED._replace(rates=dict.fromkeys(toki.SORTS, .35))
-                small, large = (max(map(tokens, toki.rehearse(
+                small, large = (max(map(tokens, rehearse(
                     name, sized._replace(context=c)))) for c in (4096, 32768))
                 self.assertLess(small, 4096)
                 self.assertLess(large, 32768)
@@ -16175,7 +16559,7 @@ class Workloads(Case):
         "Words as tokens, the last turn's reply as the workload expects it."
         for name, least in toki.PUBLISHED.items():
             oracle, prompt, known, later = toki.PrefixOracle(), 0, 0, 0
-            for turn in toki.rehearse(name, SIZED):
+            for turn in rehearse(name, SIZED):
                 text = "".join(f"<{m['role']}>{m['content']}" for m in turn.messages)
                 tokens = array.array("I", map(ord, text))
                 found = oracle.known(tokens)
@@ -16188,7 +16572,7 @@ class Workloads(Case):
                 self.assertGreaterEqual(100 * rate, least)
 
     def test_strangers_share_nothing(self):
-        firsts = [t.messages[0]["content"] for t in toki.rehearse("no_overlap", SIZED)]
+        firsts = [t.messages[0]["content"] for t in rehearse("no_overlap", SIZED)]
         self.assertEqual(len({text[0] for text in firsts}), len(firsts))
 
     def test_a_perfect_cache_gets_a_hundred_and_none_gets_nothing(self):
@@ -16234,7 +16618,7 @@ class Workloads(Case):
     def test_a_perfect_cache_gets_a_hundred_on_every_workload(self):
         for name in toki.WORKLOADS:
             rows, oracle = [], toki.PrefixOracle()
-            for turn in toki.rehearse(name, SIZED):
+            for turn in rehearse(name, SIZED):
                 tokens = array.array("I", map(ord, json.dumps(turn.messages)))
                 known = oracle.known(tokens)
                 rows.append(asked(len(tokens), known, len(tokens) - known))
@@ -17249,7 +17633,7 @@ ROOMS = {
     "MODELS": (ModelsRoom,), "PULL": (PullRoom,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,
-             RealSdks, RealSwap, RealRuns,
+             RealSdks, RealSwap, RealFirstHour, RealRuns,
              RealPage)}
 
 

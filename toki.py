@@ -3198,7 +3198,7 @@ class Chains:
 # ============================================================================
 # 12. OUTPUTS - the chat stream told as Responses events, and as a plain response.
 #    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
-#    responses_reply, response_error.  pure: ids and times are given.
+#    response_error.  pure: ids and times are given.
 #
 #    created, in_progress, then for each output item, one after the other:
 #        output_item.added [part.added] delta... [done] [part.done] output_item.done
@@ -3703,12 +3703,6 @@ class ResponsesStream:
         call.done = True
         out = self._pass_on(call, last=True)
         return out + self._events(call.output.end(status))
-
-
-def responses_reply(reply: dict, body: dict, response_id: str, created: int,
-                    model: str = "") -> dict:
-    "The plain response out of a whole chat reply; its `cache` object comes along."
-    return ResponsesStream(body, response_id, created, model).plain(reply)
 
 
 def response_error(error: TokiError) -> dict:
@@ -4609,7 +4603,7 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 # 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
 #    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
 #    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
-#    nearer_messages, lost_system, Habits.
+#    lost_system, Habits.
 #
 #    Two parts of the engine refuse what other servers take: the compiler that makes a
 #    grammar of tool schemas, and chat templates.  What either takes is tried once, in
@@ -5143,13 +5137,6 @@ def nearer_forms(messages: list, refusal: str, known: Iterable[str] = ()) -> Ite
         if changed not in seen:
             seen.append(changed)
             yield forms
-
-
-def nearer_messages(messages: list, refusal: str, known: Iterable[str] = ()) \
-        -> Iterable:
-    "(messages, words) of each of `nearer_forms`."
-    for forms in nearer_forms(messages, refusal, known):
-        yield apply_forms(messages, forms)
 
 
 def lost_system(messages: list, prompt: str) -> bool:
@@ -7763,7 +7750,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 # ============================================================================
 # 21. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
-#    wishes_of, most_new_tokens, EngineReport, read_engine_report, plan_mismatches,
+#    wishes_of, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
 #
 #    need = weights + KV + windows + recurrent state + checkpoints + compute + output
@@ -7877,11 +7864,6 @@ class MemoryPlan(NamedTuple):
         return self.weights + self.kv + self.window + self.state + \
             self.checkpoint_bytes + self.compute + self.output + self.process \
             + self.repack
-
-
-def most_new_tokens(ctx: int, prompt_tokens: int) -> int:
-    "Tokens a reply can have after a prompt in a slot of `ctx`; at least 1."
-    return max(1, ctx - prompt_tokens)
 
 
 def wishes_of(config: Config) -> Wishes:
@@ -8089,7 +8071,7 @@ class _Search:
             floor < useful and self.settle(floor, types[-1], one))
 
 
-def _rooms(facts: ModelFacts, machine: Memory, wishes: Wishes) -> list:
+def _rooms(machine: Memory, wishes: Wishes) -> list:
     "Where to try: on the devices, then on both; or in the one memory."
     host, gpu = machine.room(), machine.gpu_room()
     if not gpu:
@@ -8119,7 +8101,7 @@ def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPla
     if not machine.total:                    # nothing is known: as wished
         return _plan_of(facts, wanted, wishes)._replace(
             steps=("memory unknown: nothing was fitted",))
-    rooms = _rooms(facts, machine, wishes)
+    rooms = _rooms(machine, wishes)
     for room in rooms:
         search = _Search(facts, wishes, room, wanted)
         if search.run(_CTX_USEFUL if room.layers == "all" else _CTX_FLOOR):
@@ -8168,25 +8150,38 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 
 # ---- what the engine says -----------------------------------------------------
 class EngineReport(NamedTuple):
-    "Bytes as the engine's log names them; a log without them has n == 0."
+    """Bytes as the engine's log names them; a log without them has n == 0.
+
+    `profile`: "gpu" when the model's weights lie on a graphics processor, wholly or in
+    part, else "cpu"; "" when the log names no device.
+    """
     n: int
     weights: int
     kv: int                  # full and windowed layers
     state: int
     compute: int
     output: int
+    profile: str = ""
 
 
 _REPORT_LINE = re.compile(
     r"(\S+ model buffer size|llama_kv_cache\w*: size|llama_memory_recurrent: size"
     r"|compute buffer size|output buffer size) += +([0-9.]+) MiB")
+_WEIGHTS_LINE = re.compile(r"(\S+) model buffer size += +([0-9.]+) MiB")
+_PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
+_HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
 
 
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
-    n = 0
+    n, profile, pretended = 0, "", False
     for line in lines:
+        place = _WEIGHTS_LINE.search(line)
+        if place:
+            on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
+            profile = "gpu" if on_gpu and not pretended or profile == "gpu" else "cpu"
+        pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
             n += 1
@@ -8194,7 +8189,7 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
                         if w in found[1])
             sums[word] += float(found[2]) * _MIB
     return EngineReport(n, *(int(sums[w]) for w in (
-        "model", "kv", "recurrent", "compute", "output")))
+        "model", "kv", "recurrent", "compute", "output")), profile)
 
 
 def plan_mismatches(plan: MemoryPlan, report: EngineReport) -> list:
@@ -9837,7 +9832,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
-#    sample_text, rehearse, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
+#    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
 #    A workload is a generator: it yields asks and is sent the replies, so one text
@@ -10065,16 +10060,6 @@ WORKLOADS = {"realistic_mixed": _realistic_mixed, "summarization": _summarizatio
 PUBLISHED = {"realistic_mixed": 90.2, "summarization": 97.1, "code_review": 98.2,
              "agent_long_output": 98.1, "agent_100": 99.6, "rag_chunks": 94.3,
              "agent_long_context": 95.2, "stress_adversarial": 57.2}
-
-
-def rehearse(name: str, sized: Sized) -> list:
-    "The turns of a workload if every reply were a few words; for counts and estimates."
-    steps, turns, reply = WORKLOADS[name](sized), [], None
-    with contextlib.suppress(StopIteration):
-        while True:
-            turns.append(steps.send(reply))
-            reply = "word " * turns[-1].max_tokens
-    return turns
 
 
 # ---- the oracle ---------------------------------------------------------------------
@@ -11925,6 +11910,7 @@ class Engine:
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
+        self.profile = ""                # cpu | gpu, as a managed engine's log tells
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -14915,7 +14901,7 @@ class Keeper:
                 "url": self.engine.url, "state": self.state, "trouble": self.trouble,
                 "managed": self.managed, "shared": self.foreign,
                 "pinned": bool(info and self.ability().pinned),
-                "life": self.book.life,
+                "life": self.book.life, "profile": self.engine.profile,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
             "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
@@ -15029,7 +15015,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 # ============================================================================
 # 41. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
-#    offers: certify, canary, judge_trials, Auditor.
+#    offers: certify, canary, judge_trials, prove_fork, Auditor.
 #
 #    The same prompt fresh, reused in its slot, and restored from a file.  The control
 #    is the same prompt prefilled in two requests split at another place: it changes
@@ -15156,6 +15142,43 @@ def certify(keeper: Keeper) -> dict:
             "restores on this engine: %s (largest |dlogprob| %.4f, control %.4f)",
             verdict, last.restored, last.control)
     return found
+
+
+_one_proof = threading.Lock()    # two that hold a slot each might wait for each other
+
+
+def prove_fork(keeper: Keeper) -> dict:
+    """Compute a beginning in one slot and restore its snapshot into another.
+
+    {from_slot, to_slot, tokens, reused}: `reused` is the engine's own cached count of
+    the ask that went on from there.  Raises Missing without a shelf, or TokiError.
+    """
+    shelf, info = keeper.shelf, keeper.engine.info
+    if shelf is None or info is None:
+        raise Missing("there is no shelf to fork through", "see `toki doctor`",
+                      status=409)
+    n = min(_TRIAL_TOKENS + info.window, max(64, info.n_ctx - 64))
+    tokens = array("I", keeper.engine.tokenize(prose(14, n), True))[:n]
+    cut = len(tokens) - _TRIAL_TAIL
+    with _one_proof, contextlib.ExitStack() as held:
+        source = keeper.borrow(tokens)
+        held.callback(keeper.hand_back, source, 0)
+        target = source
+        _fill(keeper, source, tokens[:cut])
+        snap = keeper.mover.save(source.seat, "head", tokens[:cut], cut, -1,
+                                 label="toki-check")
+        if snap is None:
+            raise TokiError("the snapshot was not saved", "see `toki logs`")
+        held.callback(keeper.drop_snap, snap.id)
+        if info.n_slots > 1:
+            target = keeper.borrow(tokens)
+            held.callback(keeper.hand_back, target, 0)
+        keeper.mover.erase(target)
+        shelf.use(snap.id)
+        reused = _generate(keeper, target, tokens, True)[2] \
+            if keeper.mover.restore(target, snap.id) else 0
+    return {"from_slot": source.seat, "to_slot": target.seat, "tokens": cut,
+            "reused": reused}
 
 
 def canary(keeper: Keeper, old: bool) -> bool:
@@ -15430,6 +15453,8 @@ class Desk:
 
     # ---- verify -------------------------------------------------------------------
     def _verify(self, body: dict) -> dict:
+        if body.get("fork"):             # what `toki doctor` asks for
+            return prove_fork(self.keeper)
         keeper, shelf = self.keeper, self.keeper.shelf
         shelf.settle(60)
         with keeper.lock:
@@ -17828,7 +17853,7 @@ def probe_engine(program: str, backend: str, edges: Edges, where: Places,
                  smoke)
 
 
-def _smoke_start(argv: list, backend: str, edges: Edges, where: Places, env: dict,
+def _smoke_start(argv: list, edges: Edges, where: Places, env: dict,
                  port: int) -> tuple:
     "(exit code or None while it answered, what it wrote): load, one token, stop."
     path = where.file("logs", "smoke.log")
@@ -17866,7 +17891,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
             ["--model", model, "--host", "127.0.0.1", "--port", str(port),
              "--ctx-size", "512", "--parallel", "1", "--n-gpu-layers",
              "0" if backend == "cpu" else "99", "--no-ui", *more], help_text)
-        code, text = _smoke_start([program, *flags], backend, edges, where, env, port)
+        code, text = _smoke_start([program, *flags], edges, where, env, port)
         again = crash_remedy(code, flags, help_text) if code is not None else []
         if not again:
             break
@@ -19681,7 +19706,9 @@ class Daemon:
     def _check_memory(self, process: EngineProcess) -> None:
         "The engine is up: what it took against the plan, and its shape for everybody."
         fit, info = self.memory_plan, self.engine.info
-        for sentence in plan_mismatches(fit, read_engine_report(process.first_words)):
+        report = read_engine_report(process.first_words)
+        self.engine.profile = report.profile
+        for sentence in plan_mismatches(fit, report):
             log.warning("memory otherwise than planned: %s", sentence)
         save_effective(self.edges, self.where, self.plan["model"], {
             "ctx": info.n_ctx if info else fit.ctx, "slots": info.n_slots if info
@@ -20352,19 +20379,11 @@ def served_model(url: tuple, token: str, edges: Edges) -> tuple:
     return entry["id"], int(entry.get("context_length") or 0)
 
 
-def _profile(c: Any, state: dict) -> str:
-    """cpu or gpu: what the daemon says, else the devices its engine's program lists.
+def _profile(state: dict) -> str:
+    """cpu or gpu, as the daemon read it from its engine's first words.
     Unknown means cpu: patience costs nothing on a fast machine."""
     told = str((state.get("engine") or {}).get("profile") or "")
-    if told:
-        return "cpu" if told == "cpu" else "gpu"
-    with contextlib.suppress(ValueError, AttributeError):
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-        if (state.get("engine") or {}).get("managed") and plan.get("binary"):
-            _, text = c.edges.proc.run([plan["binary"], "--list-devices"], timeout=20)
-            if re.search(r"^\s+(?!\(none\))\w+\d*: ", text, re.M):
-                return "gpu"
-    return "cpu"
+    return "cpu" if told in ("", "cpu") else "gpu"
 
 
 def _address(c: Any) -> tuple:
@@ -20388,7 +20407,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
     return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
-                 _profile(c, state), folder, s.claude_bare, s.claude_mcp,
+                 _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
 
@@ -23563,7 +23582,7 @@ class BenchPlan(NamedTuple):
     context: int = 4096
     seed: int = 1
     passes: int = 1
-    sample: int = 1          # the fresh arm answers every so manieth ask
+    sample: int = 1          # the fresh arm answers every so many asks
     url: str = ""            # a fourth arm
     url_engine: str = ""     # the engine behind it, for its counters
     other: str = ""          # a second model, for swap
@@ -24117,7 +24136,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 # ============================================================================
 # 64. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
-#    examine.
+#    examine, check_lines, safe_log, bundle.
 # ============================================================================
 class Check(NamedTuple):
     level: str               # "OK" | "WARN" | "FAIL"
@@ -24171,6 +24190,26 @@ def _check_reuse(record: dict, edges: Edges) -> Check:
                     f"toki decided: {reports[1]['why']}; see `toki logs`")
 
 
+_FORK_TAIL = 8               # tokens that an engine may compute again at the end
+
+
+def _check_fork(where: Places, record: dict, edges: Edges) -> Check:
+    "A beginning computed in one slot and restored into another, as the engine counts."
+    found = daemon_json(edges, record["host"], record["port"], "POST",
+                        "/toki/cache/verify", {"fork": True},
+                        local_token(edges, where, create=False), 600)
+    text = f"{found['reused']} of {found['tokens']} tokens not computed again"
+    if found["reused"] < found["tokens"] - _FORK_TAIL:
+        return Check("FAIL", f"no fork: {text} in slot {found['to_slot']}",
+                     "`toki cache verify` judges restores; see `toki logs`")
+    way = f"computed in slot {found['from_slot']}, restored into slot " \
+          f"{found['to_slot']}"
+    if found["from_slot"] == found["to_slot"]:
+        return Check("WARN", f"a restore is proven, no fork: {way}: {text}",
+                     "one slot has nobody to fork to: --slots 2")
+    return Check("OK", f"fork proven: {way}: {text}")
+
+
 def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
     "Every check as OK, WARN or FAIL with its remedy."
     out = [Check("OK", f"Python {sys.version.split()[0]} on {sys.platform}")]
@@ -24212,7 +24251,70 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
         out.append(_check_reuse(record, edges))
     except TokiError as error:
         out.append(Check("FAIL", f"an ask failed: {error}", error.hint))
+    if shelf["on"]:
+        try:
+            out.append(_check_fork(where, record, edges))
+        except TokiError as error:
+            out.append(Check("FAIL", f"the fork failed: {error}", error.hint))
     return out
+
+
+def check_lines(checks: Sequence[Check]) -> str:
+    "Checks as lines for people."
+    return "\n".join(f"{c.level:5}{c.text}" + f"\n     -> {c.remedy}" * bool(c.remedy)
+                     for c in checks)
+
+
+_HEADED = re.compile(r"[\d.]+ [A-Z] |GGML_|ggml_|terminate called")
+_TELLS = re.compile(r"token +\d+:|next token|"
+                    r"\"(?:messages|prompt|content|text|input)\"")
+_SECRET = re.compile(r"(?i)((?:api.?key|_key|token\b|authorization|password|secret)"
+                     r"[\s\"'=:]+(?:bearer )?|://[^/@\s:]*:|\bhf_)[\w.~+/=-]{6,}")
+_LOG_MOST = 4 << 20          # characters of the end of each log
+
+
+def safe_log(text: str, of_engine: bool, cut: bool = False) -> str:
+    """A log without what asks say and without secrets; it says how many lines were
+    left out.  Once an engine listens (`cut`: its beginning is not here), only lines
+    with time and level may stay: a prompt that it prints (-lv 5) has its own lines."""
+    out, left, asked = [], 0, of_engine and cut
+    for line in text.splitlines():
+        if _TELLS.search(line) or asked and not _HEADED.match(line):
+            left += 1
+            continue
+        asked = asked or of_engine and "listening on" in line
+        out.append(_SECRET.sub(r"\1[secret]", line))
+    if left:
+        out.append(f"[{left} lines that may tell of asks were left out]")
+    return "\n".join(out) + "\n"
+
+
+def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
+           edges: Edges) -> list:
+    """Write one zip to send along with a report: doctor's lines, settings without
+    secrets, the state document, logs without prompts.  Returns the names in it; OSError
+    when it cannot be written."""
+    parts = {"doctor.txt": check_lines(checks) + "\n", "settings.json": json.dumps(
+        {s.name: {"value": "(set)" if s.secret and getattr(config, s.name)
+                  else getattr(config, s.name), "from": config.origin[s.name]}
+         for s in SETTINGS}, indent=1, default=str)}
+    parts = {name: _SECRET.sub(r"\1[secret]", t) for name, t in parts.items()}
+    record = running_daemon(where, edges)
+    if record:
+        with contextlib.suppress(TokiError):
+            parts["state.json"] = json.dumps(daemon_json(
+                edges, record["host"], record["port"], "GET", "/toki/state"), indent=1)
+    for name in sorted(edges.disk.listing(where.logs)):
+        text = edges.disk.read_text(where.file("logs", name))
+        if text:
+            parts["logs/" + name] = "[only the end]\n" * (len(text) > _LOG_MOST) \
+                + safe_log(text[-_LOG_MOST:], name.startswith("engine"),
+                           len(text) > _LOG_MOST)
+    with edges.disk.replacing(path) as out, zipfile.ZipFile(
+            out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in parts.items():
+            archive.writestr(name, text)
+    return list(parts)
 
 
 # ============================================================================
@@ -24296,6 +24398,7 @@ input, select, textarea {
   background: var(--card); border: 1px solid var(--edge); border-radius: 0.45rem;
   padding: 0.4rem 0.55rem; max-width: 100%;
 }
+::placeholder { color: var(--soft); opacity: 1; }
 :focus-visible { outline: 2px solid var(--move); outline-offset: 2px; }
 .soft { color: var(--soft); }
 .fig { font-variant-numeric: tabular-nums; }
@@ -24456,11 +24559,11 @@ ins { background: var(--reuse-wash); color: var(--reuse); text-decoration: none;
 /* --- cache --- */
 #cache { height: 100%; overflow-y: auto; padding: 1.6rem 2rem 4rem; }
 #cache > * { max-width: 74rem; margin-left: auto; margin-right: auto; }
-.figures { display: grid; grid-template-columns: repeat(4, auto); gap: 1rem 2.5rem;
-  justify-content: space-between; margin: 0 auto; }
+.figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr));
+  gap: 1rem 2.5rem; margin: 0 auto; }
 .figures b { display: block; font: 500 2.5rem/1.1 var(--serif); letter-spacing: -0.02em;
   font-variant-numeric: lining-nums; }
-.figures span { color: var(--soft); font-size: 0.875rem; }
+.figures span { color: var(--soft); font-size: 0.875rem; text-wrap: balance; }
 #cache > section { margin-top: 2.6rem; }
 .head { display: flex; align-items: baseline; gap: 0.3rem 1rem; flex-wrap: wrap;
   margin-bottom: 0.8rem; }
@@ -24550,7 +24653,8 @@ kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius:
   #cache { padding: 1.1rem 0.9rem 3rem; }
   .figures { gap: 0.8rem 1rem; } .figures b { font-size: 1.8rem; }
   .forest { grid-template-columns: minmax(0, 0.7fr) minmax(0, 1fr); gap: 0.5rem; }
-  .forest li { gap: 0.35rem; } .forest li button { padding: 0.1rem 0.3rem; }
+  .forest li { gap: 0.35rem; } .forest li .more { display: none; }
+  .forest li button { padding: 0.1rem 0.3rem; }
   #why dl { grid-template-columns: 1fr; gap: 0; } #why dd { margin-bottom: 0.5rem; }
   .message .tools, .talks li button.small { opacity: 1; }
 }
@@ -24659,6 +24763,8 @@ status</code>.</p></noscript>
 </section>
 </main>
 <div class="away" role="status" aria-live="polite" id="say"></div>
+<div class="away" role="log" aria-live="polite" aria-label="Reply as it comes"
+ id="heard"></div>
 
 <dialog id="login" aria-labelledby="h-login"><form method="dialog">
  <h2 id="h-login">This needs the token</h2>
@@ -25083,6 +25189,25 @@ function wordDiff(a, b) {
     }
   }
   put("same", x.slice(p).join(""));
+  return whole(out);
+}
+/* Changes with nothing but blanks between them are one change: read as phrases. */
+function whole(parts) {
+  const out = [];
+  let less = "", more = "";
+  const flush = () => {
+    if (less) out.push(["less", less]);
+    if (more) out.push(["more", more]);
+    less = more = "";
+  };
+  parts.forEach(([kind, text], i) => {
+    const between = kind === "same" && !text.trim() && (less || more)
+      && i + 1 < parts.length;
+    if (kind === "same" && !between) { flush(); out.push([kind, text]); return; }
+    if (kind !== "more") less += text;
+    if (kind !== "less") more += text;
+  });
+  flush();
   return out;
 }
 const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same"
@@ -25392,6 +25517,7 @@ async function stream(part, body, message, signal) {
         if (delta.content) part.text += delta.content;
       }
       if (event.cache) part.cache = event.cache;
+      if (part === message) aloud(part.text);
       refresh(message);
     }
   } catch (error) {
@@ -25402,12 +25528,23 @@ async function stream(part, body, message, signal) {
   delete part.state;
   return !part.error && !part.stopped;
 }
+/* A screen reader hears a reply while it grows, a sentence or a line at a time. */
+let told = 0;
+function aloud(text, end) {
+  const rest = text.slice(told), cut = /^[^]*(?:[.!?:]\s|\n)/.exec(rest);
+  const part = end ? rest : cut ? cut[0] : "";
+  told += part.length;
+  if (part.trim()) $("heard").append(el("p", { text: part.trim() }));
+}
 async function reply(talk) {
   const how = mode(), upTo = talk.messages.slice();
   const message = { role: "assistant", text: "", model: $("model").value };
   if (how === "compare") message.raw = { text: "" };
   talk.messages.push(message);
   running = { talk, message, abort: new AbortController() };
+  told = 0;
+  $("heard").replaceChildren();
+  say("toki replies");
   const { signal } = running.abort;
   store(talk);
   if (talk === here) drawChat();
@@ -25425,6 +25562,7 @@ async function reply(talk) {
     message.error = error.message;
   }
   running = null;
+  aloud(message.text, true);
   if (talks.has(talk.id)) store(talk);
   const place = $("scroll").scrollTop;
   if (talk === here) { drawChat(); if (!nearEnd(place)) $("scroll").scrollTop = place; }
@@ -25489,12 +25627,15 @@ function drawFigures() {
   const c = state.counters, rate = state.rates.prefill_ms_per_token;
   const share = c.prompt_tokens ? c.reused_tokens / c.prompt_tokens * 100 : 0;
   const digits = share > 99 || share < 10 ? 1 : 0;
+  const computed = c.computed_tokens + c.side_tokens;      // heads made ahead count too
   const rows = [[c.prompt_tokens ? `${share.toFixed(digits)} %` : "none yet",
-    "of prompt tokens were reused"],
-  [num(c.reused_tokens), "tokens not computed again"],
-  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown", "of prefill saved"],
-  [c.computed_tokens ? `${(c.prompt_tokens / c.computed_tokens).toFixed(1)}×` : "–",
-    `less to compute, over ${many(c.asks, "ask")}`]];
+    "reuse share: prompt tokens that the engine's own count says it did not compute"],
+  [num(c.reused_tokens), `of ${num(c.prompt_tokens)} prompt tokens reused, over `
+    + many(c.asks, "ask")],
+  [rate ? "~" + ms(c.reused_tokens * rate) : "unknown",
+    "of prefill saved, at the speed measured here"],
+  [computed ? `${(c.prompt_tokens / computed).toFixed(1)}×` : "–",
+    "prompt tokens for each one computed, heads made ahead included"]];
   $("figures").replaceChildren(...rows.map(([figure, text]) => el("div", null,
     el("b", { class: "fig", text: figure }), el("span", { text }))));
 }
@@ -25601,9 +25742,9 @@ function snapRow(s) {
   return el("li", null, el("span", { class: "mark snap" }),
     el("div", null, (s.label || `Saved ${s.sort}`)
       + (s.pinned ? ", pinned" : ""),
-      el("p", { class: "fig", text: `${many(s.size, "token")}, `
-        + `${bytes(s.disk || s.n_bytes)}, ${s.uses ? `used ${many(s.uses, "time")}`
-          : "unused yet"}` })),
+      el("p", { class: "fig", text: many(s.size, "token") }, el("span",
+        { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
+          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
@@ -26623,16 +26764,18 @@ def cmd_page(c: Context) -> int:
     return 0
 
 
-@_command(_JSON)
+@_command(_JSON, _arg("--bundle", default="", metavar="FILE", help="also write a zip "
+                      "for a report: these lines, logs, settings, state; no secrets, "
+                      "no prompts"), settings=_RUN_SETTINGS)
 def cmd_doctor(c: Context) -> int:
-    """Check machine, daemon and engine; prove one hit; say what to do."""
+    """Check machine, daemon and engine; prove one hit and one fork; say what to do."""
     findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
-    if c.ns.json:
-        c.say(json.dumps([f._asdict() for f in findings], indent=1))
-    else:
-        for f in findings:
-            remedy = f"\n     -> {f.remedy}" if f.remedy else ""
-            c.say(f"{f.level:5}{f.text}{remedy}")
+    c.say(json.dumps([f._asdict() for f in findings], indent=1) if c.ns.json
+          else check_lines(findings))
+    if c.ns.bundle:
+        path = c.edges.disk.absolute(c.ns.bundle)
+        names = bundle(path, findings, c.config, c.where, c.edges)
+        c.edges.term.err(f"bundle: {path} ({', '.join(names)})")
     return 1 if any(f.level == "FAIL" for f in findings) else 0
 
 
@@ -26650,6 +26793,107 @@ def cmd_settings(c: Context) -> int:
                     ("setting", "value", "from", "meaning")))
         c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
               f"[{CONFIG_SECTION}] in {c.where.config_file}")
+    return 0
+
+
+def _completions() -> dict:
+    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
+    helps = {s.name: s.help for s in SETTINGS}
+    out: dict = {"": list(GROUPS.items())}
+    for command in COMMANDS.values():
+        group, _, verb = command.name.rpartition(" ")
+        out.setdefault(group, []).append((verb, command.help))
+        follow = out.setdefault(command.name, [])
+        for names, options in command.args:
+            text = options.get("help") or ""
+            if names[0].startswith("-"):
+                if text != argparse.SUPPRESS:
+                    follow.append((names[-1], text))
+            else:
+                follow += [(w, "") for w in options.get("choices") or () if w]
+        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
+    return out
+
+
+# What follows the command's words; the groups' own words are two deep.
+_SHELLS = {
+    "bash": ("""_toki() {
+    local key="${COMP_WORDS[1]}" found=
+    case "$key" in
+        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || key=
+    case "$key" in
+@CASES@
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "zsh": ("""#compdef toki
+_toki() {
+    local key="$words[2]" found=
+    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
+    (( CURRENT > 2 )) || key=
+    case "$key" in
+@CASES@
+    esac
+    compadd -- ${=found}
+    [[ "$words[CURRENT]" == -* ]] || _files
+}
+compdef _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "powershell": ("""\
+Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
+    param($word, $ast, $at)
+    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
+    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
+    $table = @{
+@CASES@
+    }
+    $key = "$($typed[0])"
+    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
+        $key = "$key $($typed[1])"
+    }
+    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
+        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
+}
+""", "        '{key}' = '{words}'")}
+
+
+def _fish_completion() -> str:
+    "fish has its own way: one line for each word."
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    lines = ["complete -c toki -n __fish_use_subcommand -f"]
+    for key, words in _completions().items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
+        if key in GROUPS:                # only until one of its verbs stands there
+            seen += "; and not __fish_seen_subcommand_from " + " ".join(
+                w for w, _ in words)
+        for word, text in words:
+            way = f"-l {word[2:]}" if word.startswith("--") else \
+                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
+            when = quoted(seen or "__fish_use_subcommand")
+            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def completion_script(shell: str) -> str:
+    "A script that completes toki's commands, flags and settings in this shell."
+    if shell == "fish":
+        return _fish_completion()
+    text, case = _SHELLS[shell]
+    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
+                      for k, words in _completions().items())
+    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
+
+
+@_command(_arg("shell", choices=("bash", "zsh", "fish", "powershell"),
+               help="bash, zsh, fish or powershell"), settings=())
+def cmd_completion(c: Context) -> int:
+    """Print the script that completes toki's words in a shell."""
+    c.edges.term.write(completion_script(c.ns.shell))
     return 0
 
 
