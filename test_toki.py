@@ -16554,6 +16554,9 @@ class Workloads(Case):
                 self.assertLess(small, 4096)
                 self.assertLess(large, 32768)
                 self.assertGreater(large, 4 * small)
+                for least in (1024, 2048):
+                    self.assertLess(max(map(tokens, rehearse(
+                        name, sized._replace(context=least)))), least)
 
     def test_the_oracle_makes_the_published_hit_rates_possible(self):
         "Words as tokens, the last turn's reply as the workload expects it."
@@ -16663,6 +16666,13 @@ class Workloads(Case):
         self.assertAlmostEqual(f["efficiency"], 200 / 260)
         self.assertAlmostEqual(f["hit_tokens"], 40 / 300)
         self.assertEqual((f["hit_asks"], f["hit_asks_oracle"]), (1.0, 1.0))
+
+    def test_of_a_crowd_nobody_says_which_ask_hit(self):
+        "The counter's growth is everybody's; a reply alone would flatter."
+        rows = [asked(100, 0, 10)._replace(computed=None) for _ in range(4)]
+        f = toki.weigh([toki.Run(rows, 130)])
+        self.assertIsNone(f["hit_asks"])
+        self.assertAlmostEqual(f["hit_tokens"], 270 / 400)
 
     def test_changes_are_paired_ask_by_ask(self):
         fresh = toki.Run([asked(100, 0, 100, 50), asked(100, 90, 100, 200),

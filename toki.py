@@ -9933,6 +9933,11 @@ def _say(history: list, text: str, limit: int = 8) -> Any:
     history.append({"role": "assistant", "content": reply})
 
 
+def _turns(s: Sized, most: int) -> range:
+    "Fewer turns below 4,096 tokens: what a template adds does not shrink with them."
+    return range(max(4, int(most * min(1.0, (s.context / 4096) ** 1.4))))
+
+
 def _realistic_mixed(s: Sized) -> Any:
     "two coding agents with tools, a chat, titles and a document, all in turn"
     a = s.author("mixed")
@@ -9941,7 +9946,7 @@ def _realistic_mixed(s: Sized) -> Any:
     agents, chat = [[head], [head]], [_system("You are a friendly assistant. "
                                               + a.text(30))]
     document = a.text(s.context * .4)
-    for turn in range(12):
+    for turn in _turns(s, 12):
         for i, agent in enumerate(agents):
             yield from _say(agent, f"Result {turn} of tool {i}: " + a.text(18, "data"))
         yield from _say(chat, a.text(14))
@@ -9966,7 +9971,7 @@ def _code_review(s: Sized) -> Any:
     files = _system("Review these files:\n" + a.text(s.context * .73, "code"))
     for thread in range(3):
         history = [files]
-        for turn in range(28):
+        for turn in _turns(s, 28):
             yield from _say(history, f"{thread}.{turn}: " + a.text(s.context * .0017),
                             6)
 
@@ -9975,7 +9980,7 @@ def _agent_long_output(s: Sized) -> Any:
     "an agent whose replies are much longer than what it is asked"
     a = s.author("long output")
     history = [_system("You write long reports. " + a.text(s.context * .07))]
-    for _ in range(30):
+    for _ in _turns(s, 30):
         yield from _say(history, a.text(9), max(8, int(s.context * .0292) - 26))
 
 
@@ -10002,7 +10007,7 @@ def _agent_long_context(s: Sized) -> Any:
     "an agent that works close to the end of its context"
     a = s.author("long context")
     history = [_system("You are an agent at work. " + a.text(s.context * .56))]
-    for turn in range(28):
+    for turn in _turns(s, 28):
         yield from _say(history, f"Result {turn}: " + a.text(s.context * .0125 - 26,
                                                              "data"))
 
@@ -10174,7 +10179,9 @@ def weigh(runs: Sequence[Run]) -> dict:
     spent = [run.computed for run in runs]
     total = None if None in spent else sum(c for c in spent if c is not None)
     later = max(1, len(good) - len(runs))     # the first ask of a run cannot be a hit
-    told = [a.prompt - a.new for a in good if a.new is not None]
+    # Of asks at once a reply counts as reused what was computed for it on the side.
+    crowd = total is not None and any(a.computed is None for a in good)
+    told = [a.prompt - a.new for a in good if a.new is not None and not crowd]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
@@ -10463,7 +10470,9 @@ th, td { text-align: left; padding: .35rem .6rem .35rem 0; vertical-align: top;
   border-bottom: 1px solid var(--line); } th { color: var(--soft); font-weight: 600; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums;
   white-space: nowrap; } .grade { font-weight: 700; }
-.what { display: block; color: var(--soft); font-size: .82rem; }
+.what { display: block; color: var(--soft); font-size: .82rem; max-width: 15rem;
+  margin-left: auto; }
+td:first-child .what { margin-left: 0; min-width: 14rem; }
 .bar { display: inline-block; height: .6rem; background: var(--good);
   border-radius: 2px; }
 .key span { display: inline-block; margin-right: 1.2rem; }
