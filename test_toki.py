@@ -17568,7 +17568,7 @@ class RunsRoom(Case):
         row = toki.bench_result(dict(state, setup={"same": {"plan": {
             "names": ["cold_start"]}}}), toki.read_run)["rows"][0]
         self.assertGreater(row["arms"]["toki"]["efficiency"], .95)
-        self.assertLess(row["arms"]["alone"]["efficiency"], .5)
+        self.assertLess(row["arms"]["alone"]["efficiency"], .8)
 
 
 class RealRuns(Real):

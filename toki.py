@@ -61,7 +61,7 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     40 KEEPER    the only coordinator: plan, lease, settle; owns the lock
     41 CERTIFY   may restored contexts be trusted here?
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    43 FLEET     one engine, several models: whose turn is it?
+    43 FLEET     one
     44 HTTP      framing, limits, deadlines: a server made of http.server
     45 GATEWAY   routes: bytes in and out, never decides
     46 UNPACK    archives from elsewhere, opened so that nothing lands outside
@@ -81,7 +81,7 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     60 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
     61 BENCH     toki's own cost, soak, and the everyday situations
     62 RUNS      workloads played on three arms of one engine build, ask by ask
-    63 SIMULATE  what would be computed with so many slots and this kind of memory?
+    63 SIMULATE  what would be computed, with so many slots and this kind of memory?
     64 DOCTOR    is everything fit, and if not, what to do
     65 PAGE      the web page as one readable text
     66 WEB       a second door to a running daemon, with TLS, for browsers
