@@ -126,8 +126,20 @@ check_sum() {
 # A word that sh reads back as it is, whatever is in it.
 quoted() { printf "'%s'" "$(printf '%s' "$1" | sed "s/'/'\\\\''/g")"; }
 
+# Folders on the way that are not there yet: uninstalling removes them if empty.
+missing_folders() {
+    for folder in "$share" "$bin" "${XDG_STATE_HOME:-$HOME/.local/state}" \
+        "${XDG_CONFIG_HOME:-$HOME/.config}"; do
+        while [ ! -d "$folder" ] && [ "$folder" != "$(dirname "$folder")" ]; do
+            printf '%s\n' "$folder"
+            folder=$(dirname "$folder")
+        done
+    done
+}
+
 place_program() {
     mkdir -p "$share" "$bin"
+    [ -f "$share/.folders" ] || [ -z "$made" ] || printf '%s\n' "$made" >"$share/.folders"
     if [ -f "$share/toki.py" ] && cmp -s "$1" "$share/toki.py"; then
         echo "toki.py: up to date"
     else
@@ -166,7 +178,7 @@ add_extras() {
         [ "$package" = numpy ] || fail "TOKI_EXTRAS knows numpy only, not $package"
         echo "numpy goes to $share/extras (optional: toki never needs it)"
         mkdir -p "$share"
-        "$python" -m pip install --upgrade --target "$share/extras" "$package" ||
+        "$python" -m pip install --no-cache-dir --upgrade --target "$share/extras" "$package" ||
             fail "numpy was not installed; everything else works without it" \
                 "./install.sh without TOKI_EXTRAS"
     done
@@ -220,6 +232,7 @@ install_toki() {
     step 2 4 "checking toki.py"
     check_sum "$source/toki.py"
     step 3 4 "installing for $(id -un)"
+    made=$(missing_folders)
     add_extras
     place_program "$source/toki.py"
     step 4 4 "done: $("$bin/toki" version)"
@@ -269,8 +282,11 @@ purge_folder() {
     rm -rf "$1"
 }
 
+# Children stand behind their parents in the list, so its end goes first.
 drop_empty() {
-    for folder in "$@"; do rmdir "$folder" 2>/dev/null || true; done
+    printf '%s\n' "$1" | LC_ALL=C sort -ru | while IFS= read -r folder; do
+        [ -z "$folder" ] || rmdir "$folder" 2>/dev/null || true
+    done
 }
 
 uninstall() {
@@ -292,9 +308,9 @@ uninstall() {
         rm -f "$bin/toki"
         echo "removed: $bin/toki"
     fi
-    rm -f "$share/toki.py" "$share/toki.py.prev" "$share/.toki.py.new"
+    made=$(cat "$share/.folders" 2>/dev/null) || made=''
+    rm -f "$share/toki.py" "$share/toki.py.prev" "$share/.toki.py.new" "$share/.folders"
     rm -rf "$share/extras" "$share/__pycache__"
-    drop_empty "$share"
     if [ -n "$purge" ]; then
         for folder in "$state" "$config"; do
             [ -z "$folder" ] || purge_folder "$folder"
@@ -304,6 +320,8 @@ uninstall() {
             du -sh "$state" 2>/dev/null | sed 's/^/kept (--purge removes it): /'
         fi
     fi
+    drop_empty "$share
+$made"
     step 3 3 "uninstalled"
 }
 

@@ -2949,6 +2949,20 @@ class Fit(Case):
         self.assertEqual(self.limited(10, ctx=fits, slots=4, fixed=("ctx", "slots")).ctx,
                          fits)
 
+    def test_a_context_that_does_not_fit_can_be_forced(self):
+        asked = dict(ctx=100_000, slots=4, fixed=("ctx", "slots"))
+        with self.assertRaises(toki.UsageError) as caught:
+            self.limited(10, **asked)
+        self.assertIn("--force-ctx", caught.exception.hint)
+        p = self.limited(10, force=True, **asked)
+        self.assertEqual((p.ctx, p.slots), (100_000, 4))
+        self.assertEqual(p.steps, ("forced: " + caught.exception.message,))
+        self.assertIn("does not fit:", toki.fit_text(p))
+        with self.assertRaises(toki.UsageError):     # only what the user chose is forced
+            self.limited(0.5, force=True)
+        self.assertEqual(self.limited(10, force=True, ctx=4096, fixed=("ctx",)).steps,
+                         self.limited(10, ctx=4096, fixed=("ctx",)).steps)
+
     def test_settings_become_wishes(self):
         def wishes(**cli):
             return toki.wishes_of(toki.load_config(cli, {}))
@@ -3043,9 +3057,9 @@ class Fit(Case):
         self.table((
             ("a processor", [("CPU_Mapped", 92.1)], "cpu"),
             ("its own layout", [("CPU_REPACK", 50), ("AMX", 9)], "cpu"),
-            ("one card", [("CPU_Mapped", 70), ("CUDA0", 4000)], "gpu"),
-            ("a card first", [("ROCm1", 4000), ("CPU", 70)], "gpu"),
-            ("a Mac", [("MTL0_Mapped", 4000), ("CPU_Mapped", 1)], "gpu"),
+            ("one card", [("CPU_Mapped", 70), ("CUDA0", 4000)], "cuda"),
+            ("a card first", [("ROCm1", 4000), ("CPU", 70)], "rocm"),
+            ("a Mac", [("MTL0_Mapped", 4000), ("CPU_Mapped", 1)], "metal"),
             ("a card that holds nothing", [("CUDA0", 0), ("CUDA_Host", 4000)], "cpu"),
             ("a processor in disguise",
              ["using device Vulkan0 (llvmpipe (LLVM 15.0.6)) (unknown id)",
@@ -3085,6 +3099,16 @@ class EdgesRoom(Case):
             with open(path, "wb") as f:
                 f.write(data)
             self.assertEqual(toki.REAL.disk.read_text(path), "x=ü")
+
+    def test_a_json_object_or_nothing(self):
+        path = os.path.join(self.folder(), "f")
+        self.assertEqual(toki.REAL.disk.read_object(path), {})
+        for text, want in (('{"a": 1}', {"a": 1}), ("[1]", {}), ("{broken", {}), ("", {}),
+                           ("[" * 99999, {})):
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+            self.assertEqual(toki.REAL.disk.read_object(path), want)
+        self.assertEqual(toki.REAL.disk.read_object(os.path.dirname(path)), {})
 
     def test_lock_is_exclusive(self):
         path = os.path.join(self.folder(), "lock")
@@ -3920,9 +3944,59 @@ class EngineRoom(Case):
     def test_addresses(self):
         self.assertEqual(toki.Engine("http://localhost:81").url, "http://127.0.0.1:81")
         self.assertEqual(toki.Engine("127.0.0.1:81/base/").base, "/base")
-        for bad in ("ftp://x", "http://", "https://x"):
+        self.assertEqual(toki.Engine(toki.Engine("http://[::1]:81").url).host, "::1")
+        for bad in ("ftp://x", "http://", "https://x", "http://x:99999", "http://x:y",
+                    "http://[::1"):
             with self.assertRaises(toki.UsageError):
                 toki.Engine(bad)
+
+    def test_a_server_of_another_kind_is_no_engine(self):
+        for answer in ([], "ok", None, 3):
+            e = toki.Engine("127.0.0.1:81")
+            e.json = lambda *_, **more: answer
+            with self.assertRaises(toki.EngineGone, msg=repr(answer)):
+                e.probe()
+
+    def test_an_engine_that_says_nothing_is_asked_once(self):
+        "On Python 3.9 a socket's timeout is no TimeoutError."
+        asked = []
+
+        class Silent:
+            sock = type("Sock", (), {"settimeout": lambda *_: None})()
+
+            def request(self, *_):
+                asked.append(self)
+
+            def getresponse(self):
+                raise socket.timeout("timed out")
+
+            def close(self):
+                pass
+
+        class Net(toki.Net):
+            def readable(self, socks, timeout):
+                return []
+
+            def connect(self, *_):
+                return Silent()
+        e = toki.Engine("127.0.0.1:81", edges=toki.REAL._replace(net=Net()))
+        e._give(Silent())
+        with self.assertRaises(toki.EngineGone):
+            e.call("POST", "/slots/0?action=save", {})
+        self.assertEqual(len(asked), 1)
+
+    def test_an_engine_whose_log_cannot_be_opened_is_drained_all_the_same(self):
+        where = toki.places({}, self.folder())
+        os.makedirs(where.file("logs", "engine.log"))
+        code = "import sys; [print('x' * 99) for _ in range(5000)]; sys.exit(7)"
+        process = toki.EngineProcess([sys.executable, "-c", code], toki.REAL, where)
+        with self.assertLogs("toki", "WARNING"):
+            process.start()
+            self.addCleanup(process.stop)
+            process.pump.join(20)
+        self.assertEqual(process.process.wait(20), 7)
+        self.assertEqual(process.tail[-1], "x" * 99)
+        process.process.stdout.close()
 
     def test_keys_and_refusals(self):
         fake = self.fake(api_key="secret")
@@ -4003,6 +4077,22 @@ class LedgerRoom(Case):
         db = sqlite3.connect(os.path.join(state, "ledger.db"))
         self.assertEqual(db.execute("PRAGMA user_version").fetchone(), (99,))
         self.assertEqual(db.execute("SELECT count(*) FROM sqlite_master").fetchone(), (0,))
+
+    def test_a_ledger_that_is_refused_is_closed_again(self):
+        path, opened = os.path.join(self.folder(), "ledger.db"), []
+
+        class Disk(toki.Disk):
+            def database(self, path):
+                opened.append(super().database(path))
+                return opened[-1]
+        ledger = toki.Ledger(path, toki.REAL._replace(disk=Disk()))
+        self.addCleanup(ledger.close)
+        with contextlib.closing(toki.REAL.disk.database(path)) as db:
+            db.execute("PRAGMA user_version = 99")
+        with self.assertRaises(toki.TokiError):
+            ledger._open()
+        with self.assertRaises(sqlite3.ProgrammingError):
+            opened[0].execute("SELECT 1")
 
 
 # ============================================================================
@@ -5947,6 +6037,14 @@ class Machine(Case):
 
 
 class Stack(Case):
+    def test_a_daemon_is_reached_on_whatever_it_listens(self):
+        for host, want in (("127.0.0.1", "http://127.0.0.1:9"), ("::1", "http://[::1]:9"),
+                           ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9"),
+                           ("box.lan", "http://box.lan:9"), ("", "http://127.0.0.1:9")):
+            self.assertEqual(toki.http_address(host, 9), want)
+        with self.assertRaises(toki.EngineGone):     # it was called no address at all
+            toki.daemon_json(toki.REAL, "::1", toki.REAL.net.free_port(), "GET", "/health")
+
     def test_second_daemon_on_one_state_folder_is_refused(self):
         fake = self.fake()
         d = self.daemon(fake)
@@ -6228,6 +6326,74 @@ class LaunchRoom(LaunchCase):
         self.assertFalse(os.path.exists(argv[argv.index("--settings") + 1]))
         self.assertEqual(os.listdir(d.where.file("launch")), ["claude-0.lock"])
 
+    def test_what_the_user_exported_and_wrote_down_does_not_win(self):
+        "F-57, F-24: other credentials, an `env` block of the user's, a logged-in account."
+        d = self.daemon(self.fake(model="m1"))
+        self.install("claude")
+        own = {"env": {"ANTHROPIC_BASE_URL": "http://127.0.0.1:9", "MINE": "kept"}}
+        path = os.path.join(self.home, "own.json")
+        with open(path, "w", encoding="utf-8-sig") as f:
+            json.dump(own, f)
+        c = self.context(d, {"ANTHROPIC_AUTH_TOKEN": "sk-1", "ANTHROPIC_API_KEY": "sk-2",
+                             "ANTHROPIC_BASE_URL": "http://127.0.0.1:9",
+                             "CLAUDE_CODE_OAUTH_TOKEN": "sk-3",
+                             "CLAUDE_CODE_USE_BEDROCK": "1"})
+        toki.launch(toki.find_name("claude"), c, ["--settings", path])
+        env = self.read("env")
+        for word in ("sk-1", "sk-2", "sk-3", "127.0.0.1:9\n", "BEDROCK"):
+            self.assertNotIn(word, env)
+        got = json.loads(self.read("settings.json"))["env"]
+        self.assertEqual((got["ANTHROPIC_BASE_URL"], got["ANTHROPIC_API_KEY"],
+                          got["CLAUDE_CODE_ATTRIBUTION_HEADER"], got["MINE"]),
+                         (f"http://127.0.0.1:{d.server.server_port}/anthropic", "", "0",
+                          "kept"))
+        with open(path, encoding="utf-8-sig") as f:
+            self.assertEqual(json.load(f), own)
+
+    def test_the_profile_comes_with_the_state(self):
+        "No program is asked for devices: the daemon has read its engine's first words."
+        for told, want in (("gpu", "null"), ("cpu", '"1800000"'), ("", '"1800000"')):
+            d = self.daemon(self.fake())
+            d.keeper.engine.profile = told
+            c = self.context(d)
+            c.edges.proc.run = lambda *a, **k: self.fail("a program was started")
+            self.said = []
+            toki.launch(toki.find_name("claude"), c, [], show=True, as_json=True)
+            files = json.loads(self.said[0])["files"]
+            self.assertEqual(json.dumps(json.loads(files["settings.json"])["env"].get(
+                "API_TIMEOUT_MS")), want, told)
+
+    def test_a_shim_of_npm_is_not_started_but_what_stands_behind_it(self):
+        "F-58: a script without ending, .cmd and .ps1 side by side, a folder with a space."
+        folder = os.path.join(self.folder(), "node modules", "bin dir")
+        target = "node_modules/@scope/tool/cli.js"
+        os.makedirs(folder)
+        for name, text in (("claude", "#!/bin/sh\n"), ("claude.ps1", "#!/usr/bin/env pwsh"),
+                           ("claude.cmd", '@ECHO off\r\n"%_prog%"  "%dp0%\\'
+                            + target.replace("/", "\\") + '" %*\r\n')):
+            with open(os.path.join(folder, name), "w", newline="") as f:
+                f.write(text)
+        proc = FakeProc({"node"}, {})
+        edges = toki.REAL._replace(proc=proc)
+        node = proc.which("node") or "node"
+        for found in ("claude", "claude.cmd"):
+            argv = toki.agent_command(os.path.join(folder, found), edges)
+            self.assertEqual(argv, [node, os.path.join(folder, target)])
+        with open(os.path.join(folder, "claude.cmd"), "w") as f:
+            f.write("echo no shim")
+        self.assertEqual(toki.agent_command(os.path.join(folder, "claude"), edges),
+                         [os.path.join(folder, "claude.cmd")])
+        exe = os.path.join(folder, "claude.exe")
+        self.assertEqual(toki.agent_command(exe, edges), [exe])
+
+    def test_odd_arguments_arrive_as_they_are(self):
+        "F-58: quotes, percent signs, ampersands and blanks pass through no shell."
+        d = self.daemon(self.fake())
+        self.install("claude")
+        words = ['say "hi"', "100 % & more", "it's", "%PATH%", "a|b>c", "ä ö", "$HOME"]
+        toki.launch(toki.find_name("claude"), self.context(d), words)
+        self.assertEqual(self.read("argv").split("\n")[-1 - len(words):-1], words)
+
     def test_no_proxy_stands_between(self):
         d = self.daemon(self.fake())
         self.install("claude")
@@ -6441,6 +6607,29 @@ class WiredRoom(LaunchCase):
         self.assertIn("line 2", caught.exception.message)
         self.assertIn("// mine", self.read(".qwen/settings.json"))
 
+    def test_marks_line_ends_and_empty_files(self):
+        "F-59: what Notepad and PowerShell write is read, kept, or refused by its name."
+        d = self.daemon(self.fake(model="m9"))
+        for text in ('\ufeff{\r\n    "a": 1\r\n}\r\n', "", '{"a":1}'):
+            self.put(".qwen/settings.json", text)
+            before = self.raw(".qwen/settings.json")
+            toki.wire_client("qwen", self.context(d), yes=True)
+            now = self.raw(".qwen/settings.json").decode()
+            self.assertEqual(now.startswith("\ufeff"), text.startswith("\ufeff"))
+            self.assertEqual(now.count("\r\n"), now.count("\n") if "\r" in text else 0)
+            self.assertEqual(json.loads(now.lstrip("\ufeff"))["model"]["name"], "m9")
+            toki.unwire_client("qwen", self.context(d), yes=True)
+            self.assertEqual(self.raw(".qwen/settings.json"), before)
+        for data, word in (('{"a": 1}'.encode("utf-16"), "UTF-8"),
+                           (b'{"a": 1,}', "line 1 column"), (b"[1]", "no JSON object")):
+            path = self.put(".qwen/settings.json", "")
+            with open(path, "wb") as f:
+                f.write(data)
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.wire_client("qwen", self.context(d), yes=True)
+            self.assertIn(word, str(caught.exception.message))
+            self.assertEqual(self.raw(".qwen/settings.json"), data)
+
     def test_they_follow_another_model(self):
         one, two = self.daemon(self.fake(model="m1")), self.daemon(
             self.fake(model="m2", n_ctx=4096))
@@ -6463,6 +6652,38 @@ class WiredRoom(LaunchCase):
         self.assertEqual(self.read(".codex/config.toml"), self.CODEX)
         self.assertFalse(os.path.exists(os.path.join(self.home, ".pi/agent/models.json")))
         self.assertEqual(toki.rewire_all(c), [])
+
+    @unittest.skipIf(os.name == "nt", "links need a right there")
+    def test_a_link_stays_a_link(self):
+        "Configurations kept elsewhere and linked to their place."
+        c = self.context(self.daemon(self.fake(model="m9")))
+        kept = self.put("dotfiles/settings.json", '{"model": "opus"}')
+        place = os.path.join(self.home, ".claude", "settings.json")
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.symlink(kept, place)
+        toki.wire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertIn(b"m9", self.raw("dotfiles/settings.json"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertTrue(os.path.islink(place))
+        self.assertEqual(self.raw("dotfiles/settings.json"), b'{"model": "opus"}')
+
+    def test_without_the_kept_bytes_only_what_toki_put_in_goes(self):
+        c = self.context(self.daemon(self.fake(model="m9")))
+        self.put(".claude/settings.json", '{"theme": "dark"}')
+        toki.wire_client("claude", c, yes=True)
+        os.unlink(c.where.file("wired", "claude-0.before"))
+        toki.unwire_client("claude", c, yes=True)
+        self.assertEqual(json.loads(self.raw(".claude/settings.json")),
+                         {"theme": "dark"})
+
+    def test_damaged_records_are_no_records(self):
+        c = self.context(self.daemon(self.fake()))
+        for text in (b"[]", b"7", b"{"):
+            toki.REAL.disk.write(c.where.file("wired.json"), text)
+            self.assertEqual(toki.rewire_all(c), [])
+            with self.assertRaises(toki.UsageError):
+                toki.unwire_client("claude", c, yes=True)
 
     def test_those_that_cannot_be_wired_say_so(self):
         c = self.context(self.daemon(self.fake()))
@@ -7089,8 +7310,10 @@ class Terminal(Case):
     def test_every_end_leaves_a_usable_terminal(self):
         boom = ("import sys; sys.path.insert(0, sys.argv.pop()); import toki\n"
                 "def broken(*_): raise RuntimeError(str(6 * 7))\n"
-                "toki.{0} = broken; sys.exit(toki.main([\"{1}\"]))")
-        ends = [("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
+                "toki.{0} = broken; sys.exit(toki.main(\"{1}\".split()))")
+        ends = [("", "INT", 130), ("", "TERM", 143), ("", "HUP", 129),
+                ("", "launcher_frame", 1),
+                ("tui", "INT", 130), ("tui", "TERM", 143), ("top", "HUP", 129),
                 ("top", "INT", 130), ("tui", "chat_frame", 1), ("top", "top_frame", 1)]
         t = self.begin("-c", "pass")
         for face, how, code in ends:
@@ -7106,7 +7329,7 @@ class Terminal(Case):
                     t.wait("toki: the screen failed: RuntimeError: 42", "TOKI_DEBUG")
                     self.assertNotIn("Traceback", t.screen())
                 else:
-                    t.start(self.TOKI, face)
+                    t.start(self.TOKI, *face.split())
                     t.wait("fake", "toki")
                     self.assertEqual(t.ask("alternate_on"), "1")
                     os.kill(t.child(), getattr(toki.signal, "SIG" + how))
@@ -7199,6 +7422,161 @@ class Terminal(Case):
         t.keys("q")
         t.check_usable(0)
 
+    STUB = ("import collections, sys; sys.path.insert(0, sys.argv.pop())\n"
+            "import toki\n"
+            "Model = collections.namedtuple('Model', 'name file ctx active')\n"
+            "Agent = collections.namedtuple('Agent', 'name title install')\n"
+            "toki.AGENTS = tuple(Agent('a%d' % n, 'Agent %d' % n, 'npm i a%d' % n)\n"
+            "                    for n in range(1, 17))\n"
+            "toki.agent_version = lambda a, e: '2.1'\n"
+            "toki.launch = lambda a, c, x: print(a.title, 'was here') or 0\n"
+            "hall = toki._hall\n"
+            "models = lambda: [Model('m1', '/f1', 4096, True),\n"
+            "                  Model('m2', '/f2', 0, False)]\n"
+            "toki._hall = lambda c: hall(c)._replace(models=models,\n"
+            "    up=lambda: print('up was asked for'),\n"
+            "    restart=lambda: print('a restart was asked for'),\n"
+            "    use=lambda *a: print('use', *a))\n"
+            "sys.exit(toki.main([]))\n")
+
+    def stub(self):
+        path = os.path.join(self.folder(), "stub.py")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(self.STUB)
+        return path
+
+    def test_launcher_keys_change_models_and_the_stack(self):
+        t = self.begin(self.stub(), HERE)
+        t.wait("( • • )", "Agent 8", "2.1", "ready")
+
+        def away(*wanted):
+            t.wait(*wanted, "[Enter: back to toki]")
+            self.assertEqual(t.ask("alternate_on"), "0")
+            t.keys("Enter")
+            t.wait("( • • )", "Enter start")
+            t.keys("C-l")
+        for n in "123456789":
+            t.keys(n)
+            t.wait(f"Agent {int(n) - 1}" if n != "1" else "Toki Chat")
+        t.keys("Enter")
+        t.wait("Agent 8 ended")
+        t.keys("Right")
+        t.wait("m1", "m2", "c context")
+        t.keys("Left")
+        t.wait("Enter start")
+        t.keys("m", "Down", "Enter")
+        away("use m2 0")
+        t.keys("m", "c")
+        t.wait("context › 4096")
+        t.keys("C-u", "5", "1", "2", "Enter")
+        away("use m1 512")
+        t.keys("r")
+        away("a restart was asked for")
+        t.keys("Down")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12
+                   and "Agent" in t.screen() and "q quit" not in t.screen().split("\n")[0])
+        for view, word in (("?", "any key"), ("s", "slots"), ("m", "m2")):
+            t.keys(view)
+            t.wait(word)
+            t.keys("Left")
+            self.until(lambda: "toki ●" in t.screen() and "Agent" in t.screen(), "the list")
+        t.resize(80, 24)
+        t.wait("( • • )", "Enter start")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_u_starts_the_stack(self):
+        t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
+        t.start(self.stub(), HERE)
+        t.wait("nothing runs", "Agent 1")
+        t.keys("u")
+        t.wait("up was asked for", "[Enter: back to toki]")
+        t.keys("Enter")
+        t.wait("nothing runs")
+        t.keys("2", "Enter")
+        t.wait("Start engine and daemon now?")
+        t.keys("n", "C-c")
+        t.check_usable(130)
+
+    def test_every_key_of_the_launcher(self):
+        "Each key on the real screen; what takes an engine only says that it was asked."
+        script = os.path.join(self.folder(), "keys.py")
+        with open(script, "w", encoding="utf-8") as f:
+            f.write("import sys; sys.path.insert(0, sys.argv.pop())\n"
+                    "import toki\n"
+                    "from collections import namedtuple\n"
+                    "M = namedtuple('M', 'name file ctx active')\n"
+                    "toki.agent_version = lambda a, e: '2.1' * (a.name == 'claude')\n"
+                    "toki.launch = lambda a, c, x: (c.say(a.title + ' ran'), 0)[1]\n"
+                    "hall = toki._hall\n"
+                    "def stub(c):\n"
+                    "    def told(name):\n"
+                    "        return lambda *a: c.say(f'{name} {a}')\n"
+                    "    return hall(c)._replace(up=told('up'), use=told('use'),\n"
+                    "        restart=told('restart'), models=lambda: [\n"
+                    "        M('small', '/f', 4096, False), M('big', '/g', 8192, True)])\n"
+                    "toki._hall = stub\n"
+                    "sys.exit(toki.main([]))\n")
+        t = self.begin(script, HERE)
+        t.wait("( • • )", "2.1", "ready")
+        for n, a in enumerate(toki.AGENTS[:8], 2):
+            t.keys(str(n))
+            t.wait(("Enter starts " if a.name == "claude" else "") + a.title
+                   + " with" * (a.name == "claude") + " is missing" * (a.name != "claude"))
+        t.keys("Down", "Down", "Up")
+        t.wait(toki.AGENTS[8].title + " is missing")
+        t.keys("2", "Enter")
+        t.wait("( • • )", "Claude Code ended")
+        t.keys("Right")
+        t.wait("small", "big", "c context")
+        t.keys("Up", "Enter")
+        t.wait("use ('small', 0)", "Enter: back")
+        t.keys("Enter")
+        t.wait("in use: small")
+        t.keys("m", "c", "C-u")
+        t.type("2048")
+        t.wait("2048")
+        t.keys("Enter")
+        t.wait("use ('big', 2048)", "Enter: back")
+        t.keys("Enter")
+        t.wait("in use: big")
+        t.keys("m")
+        t.wait("c context")
+        t.resize(40, 12)
+        self.until(lambda: len(t.screen().splitlines()) <= 12 and "big" in t.screen())
+        t.resize(80, 24)
+        t.wait("c context")
+        t.keys("Left", "r")
+        t.wait("restart ()", "Enter: back")
+        t.keys("Enter")
+        t.wait("( • • )")
+        t.keys("s")
+        t.wait("tokens of context a slot")
+        t.keys("Left", "?")
+        t.wait("any key goes back")
+        t.keys("q")
+        t.wait("( • • )")
+        self.d.close()
+        t.wait("nothing runs")
+        t.keys("u")
+        t.wait("up ()", "Enter: back")
+        t.keys("Enter")
+        t.wait("( • • )")
+        t.keys("q")
+        t.check_usable(0)
+
+    def test_piped_they_speak_plain_lines(self):
+        d = self.daemon(self.fake())
+        env = dict(os.environ, TOKI_STATE_DIR=d.where.state, HOME=self.folder())
+        for argv, said, word in (([], "", "usage"), (["top"], "", "fake"),
+                                 (["tui"], "hello\n", "tokens in")):
+            out = subprocess.run([sys.executable, self.TOKI, *argv], input=said, env=env,
+                                 capture_output=True, text=True, timeout=60)
+            self.assertEqual(out.returncode, 0, (argv, out))
+            self.assertNotIn("\x1b", out.stdout + out.stderr)
+            self.assertIn(word, (out.stdout + out.stderr).lower())
+
     def test_nothing_runs(self):
         t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
         t.start(self.TOKI)
@@ -7277,6 +7655,23 @@ class FeedRoom(Case):
         feed.leave(slow)
         feed.post({"event": "x"})
         self.assertEqual(slow.take(0), [])
+
+    def test_who_comes_while_another_leaves_is_not_forgotten(self):
+        feed, came = toki.Feed(toki.REAL.clock), []
+
+        class Meanwhile(list):
+            def __iter__(self):
+                if not came:
+                    came.append(threading.Thread(
+                        target=lambda: came.append(feed.listen())))
+                    came[0].start()
+                    came[0].join(0.2)
+                return super().__iter__()
+        first = feed.listen()
+        feed._listeners = Meanwhile([first])
+        feed.leave(first)
+        came[0].join()
+        self.assertEqual(feed._listeners, came[1:])
 
     def test_events_of_an_ask_come_in_order_without_text(self):
         d = self.daemon(self.fake(n_ctx=4096))
@@ -7606,6 +8001,58 @@ class Commands(Case):
                          (7, "flag --slots"))
         self.assertNotIn("hush", out)
         self.assertIn(toki.__version__, self.run_main("version")[1])
+
+    def test_doctor_believes_a_fork_only_as_the_engine_counts_it(self):
+        d = self.daemon(self.fake(), certify="off")
+        real = toki.daemon_json
+        record = toki.running_daemon(d.where, toki.REAL)
+
+        def doctor(found):
+            def answer(edges, host, port, method, path, *more, **options):
+                if path == "/toki/cache/verify":
+                    if isinstance(found, Exception):
+                        raise found
+                    return dict(zip(("from_slot", "to_slot", "tokens", "reused"), found))
+                doc = real(edges, host, port, method, path, *more, **options)
+                if path == "/toki/state":
+                    doc["shelf"].update(on=True, folder="x", disk=0)
+                return doc
+            with unittest.mock.patch.object(toki, "daemon_json", answer):
+                last = toki.examine(d.where, toki.REAL, record)[-1]
+            self.assertEqual(bool(last.remedy), last.level != "OK")
+            return last.level, last.text.split(":")[0]
+        self.table((
+            ("all", (1, 2, 296, 296), ("OK", "fork proven")),
+            ("but the end", (1, 2, 296, 290), ("OK", "fork proven")),
+            ("a part", (1, 2, 296, 200), ("FAIL", "no fork")),
+            ("nothing", (1, 2, 296, 0), ("FAIL", "no fork")),
+            ("one slot", (0, 0, 296, 296), ("WARN", "a restore is proven, no fork")),
+            ("refused", toki.TokiError("gone", "look"), ("FAIL", "the fork failed"))),
+            doctor)
+
+    def test_a_bundle_of_what_does_not_run(self):
+        "Nothing but doctor's lines, settings and logs, and the exit code stays."
+        path, state = os.path.join(self.folder(), "b"), self.folder()
+        toki.REAL.disk.write(os.path.join(state, "logs", "engine.log"), (
+            "loading libx.so: no\n0.1 I srv listening on x\n0.2 I slot print_timing\n"
+            'and words\n0.3 D {"prompt": "words"}\nGGML_ASSERT(a) failed\n').encode())
+        toki.REAL.disk.write(os.path.join(state, "logs", "toki.log"),
+                             b"Traceback\n  File x\nAuthorization: Bearer abcdefgh\n")
+        with contextlib.redirect_stdout(io.StringIO()), \
+                contextlib.redirect_stderr(io.StringIO()) as err:
+            code = toki.main(["doctor", "--bundle", path, "--state-dir", state])
+        self.assertEqual(code, 1)
+        self.assertIn(path, err.getvalue())
+        with zipfile.ZipFile(path) as archive:
+            parts = {n: archive.read(n).decode() for n in archive.namelist()}
+        self.assertEqual(sorted(parts), ["doctor.txt", "logs/engine.log", "logs/toki.log",
+                                         "settings.json"])
+        self.assertIn("FAIL no daemon", parts["doctor.txt"])
+        self.assertEqual(parts["logs/engine.log"].splitlines(), [
+            "loading libx.so: no", "0.1 I srv listening on x", "0.2 I slot print_timing",
+            "GGML_ASSERT(a) failed", "[2 lines that may tell of asks were left out]"])
+        self.assertEqual(parts["logs/toki.log"].splitlines(), [
+            "Traceback", "  File x", "Authorization: Bearer [secret]"])
 
     def completed(self, *words):
         "What bash offers after these words."
@@ -8183,6 +8630,23 @@ class Fetch(FetchCase):
         seen = [(p.split("/")[1], h.get("Authorization")) for p, h in self.web.log]
         self.assertEqual(seen, [("dl", "Bearer hush"), ("cdn", None)])
 
+    def test_a_length_that_is_no_number_is_no_length(self):
+        class Odd:
+            status, headers = 200, {"Content-Length": "many"}
+
+            def __init__(self, data):
+                self.read = io.BytesIO(data).read
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+        net = toki.Net()
+        net.visit = lambda url, headers, timeout: Odd(self.data)
+        self.edges = self.edges._replace(net=net)
+        self.assertEqual(self.get(size=0), self.sum)
+
     def test_dead_ends_are_named(self):
         self.url = f"http://127.0.0.1:{self.web.port}/dl/t/none"
         with self.assertRaises(toki.TokiError) as caught:
@@ -8225,6 +8689,19 @@ class Unpack(Case):
             self.assertEqual(outside | set(os.listdir(os.path.join(folder, "in")))
                              - {"here"}, set())
         return into
+
+    def test_a_damaged_lzma_zip_is_no_archive(self):
+        packed = io.BytesIO()
+        try:
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as z:
+                z.writestr("a", bytes(range(256)) * 40)
+        except RuntimeError:
+            self.skipTest("this Python has no lzma")
+        data = bytearray(packed.getvalue())
+        for at in range(45, 120, 5):
+            data[at] ^= 0xff
+        with self.assertRaises(toki.TokiError):
+            self.unpack(bytes(data), "a.zip")
 
     def test_files_modes_and_version_chains(self):
         into = self.unpack(tar_of(
@@ -8596,6 +9073,22 @@ class InstallLlama(FetchCase):
 
 
 @unittest.skipIf(os.name == "nt", "scripts stand in for engines")
+class EnginesRoom(Case):
+    def test_a_damaged_receipt_is_no_engine_and_no_traceback(self):
+        where = toki.places({}, self.folder())
+        for i, receipt in enumerate((
+                '{"schema": "1"}', '{"schema": null}', "[1]", '{"schema": 1, "at": "x"}',
+                '{"schema": 1, "devices": 5}')):
+            folder = os.path.join(where.engines, f"e{i}")
+            os.makedirs(folder)
+            for name, text in (("receipt.json", receipt.replace(
+                    "1,", '1, "server": "llama-server",')), ("llama-server", "")):
+                with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
+                    f.write(text)
+            with self.subTest(receipt):
+                self.assertEqual(toki.installed_engines(where, toki.REAL), [])
+
+
 class Compile(Case):
     "The package index's road; pip is a stand-in that leaves what pip would leave."
 
@@ -8847,15 +9340,16 @@ class InstallScript(Case):
         self.assertIn("start it: toki up", said)
         self.assertIn(f'PATH="{self.home}/.local/bin:$PATH"', said)
         self.assertIn(toki.__version__, self.sh("version", program=command))
-        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")],
-                         [".local/bin/toki", ".local/share/toki/toki.py"])
+        self.assertEqual([f for f in self.files() if not f.endswith(".pyc")], [
+            ".local/bin/toki", ".local/share/toki/.folders",
+            ".local/share/toki/toki.py"])
         self.assertIn("up to date", self.sh())
         with open(os.path.join(self.source, "toki.py"), "a") as f:
             f.write("# newer\n")
         self.sh()
         self.assertIn(".local/share/toki/toki.py.prev", self.files())
         self.sh("--uninstall")
-        self.assertEqual(self.files(), [])
+        self.assertEqual(os.listdir(self.home), [])
 
     def test_purge_takes_the_state_and_nothing_else(self):
         self.quick()
@@ -8869,9 +9363,11 @@ class InstallScript(Case):
         self.assertIn(".local/bin/toki", self.files())   # refused before anything went
         self.assertIn("--purge removes it", self.sh("--uninstall"))
         self.assertIn(".local/state/toki/token", self.files())
+        os.mkdir(os.path.join(self.home, ".local/bin"))      # somebody else's now
         self.sh()
         self.sh("--uninstall", "--purge")
         self.assertEqual(self.files(), [".local/state/other/file"])
+        self.assertTrue(os.path.isdir(os.path.join(self.home, ".local/bin")))
 
     def test_sums_and_dead_ends(self):
         self.quick()
@@ -9047,6 +9543,12 @@ class RegistryRoom(Case):
         self.assertIn("line 11: models.a.contxt", r.unknown[1])
         self.assertIs(r.need("B"), r.models["b"])
         self.assertEqual(toki.parse_registry("", "m").models, {})
+
+    def test_active_that_is_no_name(self):
+        for active in ('["a"]', '{"a": 1}', "7"):
+            with self.assertRaises(toki.UsageError, msg=active):
+                toki.parse_registry('{"active": %s, "models": {"a": {"file": "x"}}}'
+                                    % active, "m.json")
 
     def test_errors_name_line_and_key(self):
         for old, new, words in (
@@ -9698,6 +10200,11 @@ class PullRoom(ModelsCase):
         self.assertIn("not taken", "\n".join(self.said))
         self.assertNotIn("hf_old", "\n".join(self.said))
 
+    def test_a_hubs_words_cannot_steer_the_terminal(self):
+        for headers, value in (({"X-Error-Message": "no\x1b]0;x\x07 way\x9b2J"}, None),
+                               ({}, {"error": "no\x1b]0;x\x07 way\x9b2J"})):
+            self.assertEqual(toki._words(headers, value), "no ]0;x way 2J")
+
     def test_the_token_stays_with_the_hub(self):
         self.hub.codes = {self.REPO: ((401, "GatedRepo", ""),) * 2}
         self.hub.tokens[self.REPO] = {"hf_good"}
@@ -9835,6 +10342,8 @@ class PullRoom(ModelsCase):
         self.assertIn("SSL_CERT_FILE", self.words(toki.TokiError, self.pull))
         self.edges = real
         self.assertIn("no address", self.words(toki.UsageError, self.pull, hub="hub"))
+        self.assertIn("no web address", self.words(toki.UsageError, self.pull,
+                                                   hub="http://[::1"))
 
 
 class ModelCommands(ModelsCase):
@@ -9858,7 +10367,12 @@ class ModelCommands(ModelsCase):
         rows = json.loads(self.run_main("list", "--json")[1])
         self.assertEqual((rows["active"], rows["models"][0]["kind"]),
                          ("tiny-q8_0", "rewindable"))
-        self.assertIn("architecture", self.run_main("show")[1])
+        shown = self.run_main("show")[1]
+        for line in (r"architecture +llama", r"chat template +(yes|none)",
+                     r"plan +fits: .*4 slots of 4,096 tokens", r"active"):
+            self.assertRegex(shown, line)
+        self.assertGreater(json.loads(self.run_main("show", "--json")[1])["facts"][
+            "plan"]["total"], 0)
         doc = json.loads(self.run_main("show", "tiny-q8_0", "--json")[1])
         self.assertEqual((doc["facts"]["n_ctx_train"], doc["active"]), (4096, True))
         self.assertEqual(self.run_main("check", "--sha")[0], 0)
@@ -10611,6 +11125,36 @@ class RealShelf(Real):
 
 class RealInstall(Real):
     "Engines are installed, and mended, with a real llama-server."
+
+    def test_model_check_loads_and_asks(self):
+        base, model = self.folder(), self.broken_template()
+        no_server = os.path.join(base, "no-server")
+        with open(no_server, "w") as f:
+            f.write("#!/bin/sh\necho not today; exit 3\n")
+        os.chmod(no_server, 0o755)
+        registry = os.path.join(base, "models.json")
+        with open(registry, "w") as f:
+            json.dump({"models": {
+                name: {"file": file, "binary": binary, "args": args}
+                for name, file, binary, args in (
+                    ("good", tiny("gemma3-swa128"), real_engine(), []),
+                    ("odd", model, real_engine(), []),
+                    ("wide", tiny("llama-dense"), real_engine(),
+                     ["--rope-scale", "nought"]),
+                    ("lost", tiny("llama-dense"), no_server, []))}}, f)
+        state = os.path.join(base, "state")
+        for name, code, words in (
+                ("good", 0, r"OK   good: loads, and answers a chat"),
+                ("odd", 0, r"WARN odd: loads.*template is broken: 'chatml'"),
+                ("wide", 0, r"WARN wide: loads.*refuses .*--rope-scale"),
+                ("lost", 1, r"FAIL lost: .*not today[^$]*models\.lost\.binary in ")):
+            with self.subTest(name), contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual((toki.main([
+                    "model", "check", name, "--state-dir", state, "--model-registry",
+                    registry, "--threads", "1", "--engine-args=--no-repack"]), name),
+                    (code, name), out.getvalue())
+            self.assertRegex(out.getvalue(), words)
+            self.assertFalse(os.path.exists(os.path.join(state, "check")))
 
     def broken_template(self):
         "A tiny model whose chat template cannot be parsed."
@@ -11611,7 +12155,7 @@ class RealPage(Case):
         b.keys("escape")
         self.assertEqual(b.errors(), [])
 
-    def test_drop_takes_a_snapshot_away(self):
+    def test_drop_says_what_it_takes_away(self):
         server = RealServer(tiny("llama-dense"))
         self.addCleanup(server.stop)
         d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
@@ -11643,6 +12187,144 @@ class RealPage(Case):
             self.assertEqual(c.json("GET", "/toki/state")["recent"][-1]["model"], name)
             self.assertIn(name, b.js("return [...document.querySelectorAll("
                                      "'.assistant header')].pop().innerText"))
+        self.assertEqual(b.errors(), [])
+
+    def test_everything_that_takes_a_key_has_a_name_in_every_dialog(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "hello")
+        for opener in ("", "tune", "keys", "warm"):
+            if opener == "warm":
+                b.js("location.hash = '#cache'")
+                b.until("!document.querySelector('#cache').hidden")
+            if opener:
+                b.js("document.getElementById(arguments[0]).click()", opener)
+                b.until("document.querySelector('dialog[open]')")
+            nodes = [n for n in b.cdp("Accessibility.getFullAXTree")["nodes"]
+                     if not n.get("ignored")]
+            named = [(n["role"]["value"], n.get("name", {}).get("value", "").strip())
+                     for n in nodes]
+            for role, name in named:
+                if role in ("button", "link", "textbox", "searchbox", "combobox",
+                            "checkbox", "radio", "slider", "spinbutton", "dialog",
+                            "navigation"):
+                    self.assertTrue(name, (opener, role))
+            self.assertIn("button", [role for role, _ in named], opener)
+            if opener:
+                self.assertIn("dialog", [role for role, _ in named])
+                b.keys("escape")
+                b.until("!document.querySelector('dialog[open]')")
+            else:
+                self.assertIn("main", [role for role, _ in named])
+                live = [n for n in nodes for p in n.get("properties", [])
+                        if p["name"] == "live" and p["value"]["value"] == "polite"]
+                self.assertTrue(live)
+        self.assertEqual(b.errors(), [])
+
+    def test_a_reply_is_announced_when_it_is_whole(self):
+        d = self.daemon(self.fake(decode_ms=5), page=toki.PAGE)
+        b = self.visit(d)
+        b.js("window.heard = []; new MutationObserver(() => heard.push(document."
+             "getElementById('say').textContent)).observe(document.getElementById("
+             "'say'), {childList: true, characterData: true, subtree: true})")
+        self.say(b, "hello")
+        b.until("heard.some((x) => x.startsWith('Reply complete. '))")
+        self.assertRegex(b.js("return heard.at(-1)"), r"\d+ of \d+ tokens reused\.")
+        self.assertLess(b.js("return heard.length"), 6)      # no word by word
+
+    def test_first_paint_takes_one_answer_under_100_kb(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        got = b.js("return performance.getEntriesByType('navigation').concat("
+                   "performance.getEntriesByType('resource')).map((e) => "
+                   "[e.name, e.initiatorType, e.transferSize])")
+        files = [e for e in got if e[1] != "fetch"]
+        self.assertEqual([e[1] for e in files], ["navigation"], got)
+        self.assertGreater(sum(e[2] for e in files), 1000)
+        self.assertLess(sum(e[2] for e in files), 100 << 10)
+        self.assertGreater(b.js("return performance.getEntriesByType('paint').length"), 0)
+
+    def test_drop_takes_a_snapshot_away(self):
+        server = RealServer(tiny("llama-dense"))
+        self.addCleanup(server.stop)
+        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
+        c = Client(d)
+        for n in range(3):
+            c.chat([{"role": "system", "content": say(f"head {n}", 300)},
+                    {"role": "user", "content": "hello"}], 4)
+        c.json("POST", "/toki/cache/save", {}, headers={"x-api-key": c.token})
+        b = self.visit(d)
+        b.js("location.hash = '#cache'")
+        b.until("[...document.querySelectorAll('#forest button')].some((x) => "
+                "x.textContent === 'Drop')")
+        before = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+        name = b.js("const x = [...document.querySelectorAll('#forest button')].find("
+                    "(x) => x.textContent === 'Drop'); const name = x.getAttribute("
+                    "'aria-label'); x.click(); return name")
+        self.assertRegex(name, r"^Drop .*\d+ tokens$")
+        b.until("document.getElementById('say').textContent.startsWith('drop: ')")
+        after = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+        self.assertEqual(len(before - after), 1)
+        self.assertEqual(after - before, set())
+        self.assertEqual(b.errors(), [])
+
+    def test_conversations_leave_and_come_back(self):
+        d = self.daemon(self.fake(), page=toki.PAGE)
+        b = self.visit(d)
+        self.say(b, "words to keep")
+        folder = self.folder()
+        b.cdp("Browser.setDownloadBehavior", behavior="allow", downloadPath=folder)
+        b.js("document.getElementById('export').click()")
+        path = os.path.join(folder, "toki-conversations.json")
+        self.until(lambda: os.path.exists(path), "the file")
+        with open(path, encoding="utf-8") as f:
+            kept = json.load(f)
+        self.assertEqual((kept["schema"], kept["toki"]), (1, "conversations"))
+        self.assertEqual([m["role"] for m in kept["conversations"][0]["messages"]],
+                         ["user", "assistant"])
+        reply = b.js("return here.messages[1].text")
+        b.js("localStorage.clear()")
+        b.go("about:blank")
+        b.go(f"http://127.0.0.1:{Client(d).port}/")
+        b.until("document.getElementById('model').options.length")
+        self.assertEqual(b.js("return document.querySelectorAll('#list button').length"), 0)
+        field = b.ask("POST", "/element", {"using": "css selector", "value": "#file"})
+        field = "/element/" + next(iter(field.values())) + "/value"
+        wrong = os.path.join(folder, "wrong.json")
+        with open(wrong, "w", encoding="utf-8") as f:
+            f.write("no json")
+        b.ask("POST", field, {"text": wrong})
+        b.until("document.querySelector('dialog[open]')?.innerText.includes("
+                "'cannot be imported')")
+        b.keys("escape")
+        b.until("!document.querySelector('dialog[open]')")
+        b.ask("POST", field, {"text": path})
+        b.until("document.querySelector('#list button')")
+        b.js("document.querySelector('#list button').click()")
+        b.until("here.messages.length === 2")
+        self.assertEqual(b.js("return here.messages[1].text"), reply)
+        b.js("document.getElementById('box').focus()")
+        b.keys("and on", "enter")
+        b.until("!running && here.messages.length === 4")
+        self.assertEqual(b.errors(), [])
+
+    def test_the_page_changes_models(self):
+        d, c = RealSwap.stack(self, page=toki.PAGE, swap="ask")
+        self.assertEqual({m["id"] for m in c.json("GET", "/v1/models")["data"]},
+                         {"one", "two"})
+        b = self.visit(d)
+        chosen = "return document.getElementById('model').value"
+        self.assertEqual(b.js(chosen), "one")
+        for name in ("two", "one"):
+            b.js("const m = document.getElementById('model'); m.value = arguments[0]; "
+                 "m.dispatchEvent(new Event('change'))", name)
+            b.js("document.getElementById('new').click()")
+            self.say(b, "hello", max_tokens=4)
+            self.assertEqual(b.js("return here.messages[1].error || ''"), "")
+            self.assertEqual(c.json("GET", "/toki/state")["engine"]["model"], name)
+        b.js("localStorage.removeItem('toki.model')")
+        c.json("POST", "/toki/use", {"model": "two"}, headers={"x-api-key": c.token})
+        b.until("document.getElementById('model').value === 'two'")      # it follows
         self.assertEqual(b.errors(), [])
 
     def test_narrow_and_wide_do_not_scroll_sideways(self):
@@ -12511,12 +13193,12 @@ class Turns(MessagesCase):
                          [("user", "Result of an unknown call:\nr")])
 
     def test_many_odd_results_take_no_time(self):
-        began, n = time.monotonic(), 5000
+        began, n = time.process_time(), 5000
         out = talk(user("x"), agent(*(use(f"c_{i}") for i in range(n))),
                    user(*(result(f"c{i}", "r") for i in reversed(range(n)))))
         talk(*[{"role": "system", "content": "s"}] * 20_000, *[user("x")] * 20_000)
         self.assertEqual(len(out), n + 2)
-        self.assertLess(time.monotonic() - began, 5)
+        self.assertLess(time.process_time() - began, 5)
 
 
 # ============================================================================
@@ -12797,10 +13479,10 @@ class ToChat(MessagesCase):
             nested = {"type": "document", "source": {"type": "content",
                                                      "content": [nested]}}
         self.assertEqual(talk(user(nested)), [("user", "")])
-        began = time.monotonic()
+        began = time.process_time()
         for more in (" a=b" * 200_000, "a" * 1_000_000):
             calm(chat(user("x"), system="x-anthropic-billing-header:" + more))
-        self.assertLess(time.monotonic() - began, 5)
+        self.assertLess(time.process_time() - began, 5)
 
 
     def test_any_json_is_understood_or_refused(self):
@@ -12979,13 +13661,13 @@ class FromChat(MessagesCase):
                                                                 {0: '{"a": "hal'}))
 
     def test_long_arguments_take_linear_time(self):
-        began = time.monotonic()
+        began = time.process_time()
         s = toki.AnthropicStream(ask(), "m")
         s.feed(piece(0, '{"a":"', "f", "c"))
         s.feed(piece(1, "", "f", "d"))
         for _ in range(20_000):
             s.feed(piece(0, "x" * 50))
-        self.assertLess(time.monotonic() - began, 10)
+        self.assertLess(time.process_time() - began, 10)
 
     def test_stop_reasons(self):
         word = {"__verbose": {"stopping_word": "END"}}
@@ -15437,6 +16119,19 @@ class RecallRoom(Case):
             messages.append({"role": "assistant", "content": reply["content"]})
         return out
 
+    def test_one_broken_reply_costs_no_other(self):
+        recall = toki.Recall(toki.load_config({}, {}), toki.REAL)
+        ask = [{"role": "user", "content": "q"}]
+        for text in (b"data: {broken\n\n", b"data: [1]\n\n",
+                     toki.sse({"choices": [{"index": 0, "delta": {"content": "yes"}}]})):
+            heard = toki.Transcript()
+            heard.add(text)
+            recall.remember(ask, heard, "")
+        with self.assertLogs("toki", "WARNING"):
+            body, _ = recall.calm({"messages": ask}, "")
+        self.assertEqual(body, {"messages": ask})
+        self.assertEqual(len(recall._replies._turns), 1)
+
     def test_a_lossy_copy_is_put_right(self):
         for stream in (True, False):
             with self.subTest(stream=stream):
@@ -17012,7 +17707,8 @@ REPORTS = {
     "F-23": "OutputsRoom.test_the_events_of_a_text "
             "OutputsRoom.test_the_events_of_thoughts_text_and_a_call",
     "F-24": "ToChat.test_billing_header Steady.test_billing_header "
-            "Clients.test_sessions_share_their_head",
+            "Clients.test_sessions_share_their_head "
+            "LaunchRoom.test_what_the_user_exported_and_wrote_down_does_not_win",
     "F-25": "ToChat.test_assistant_turns FromChat.test_order_of_events",
     "F-26": "FromChat.test_usage Seam.test_hits_are_told_in_the_words_of_the_dialect",
     "F-27": "GatewayRoom.test_paths_in_every_spelling Seam.test_doors",
@@ -17048,12 +17744,26 @@ REPORTS = {
     "F-45": "ShelfRoom.test_damaged_files_cost_computing_never_the_ask "
             "RealShelf.test_harm_to_the_shelf_costs_computing_only",
     "F-46": "ShelfRoom.test_saving_that_fails_costs_nothing",
+    "F-57": "FieldReports.test_a_launch_wins_over_the_agents_own_settings "
+            "FieldReports.test_a_launch_that_reached_another_server_is_told "
+            "LaunchRoom.test_what_the_user_exported_and_wrote_down_does_not_win "
+            "LaunchRoom.test_the_users_files_stay_as_they_are",
+    "F-58": "FieldReports.test_npm_shims_are_started_without_a_command_line "
+            "FieldReports.test_arguments_arrive_as_they_were_typed "
+            "FieldReports.test_a_missing_agent_says_how_to_install_it "
+            "AgentsRoom.test_npm_shims "
+            "LaunchRoom.test_a_shim_of_npm_is_not_started_but_what_stands_behind_it "
+            "LaunchRoom.test_odd_arguments_arrive_as_they_are "
+            "LaunchRoom.test_missing_agent_and_missing_daemon",
+    "F-59": "FieldReports.test_settings_with_marks_and_comments "
+            "EdgesRoom.test_byte_order_marks "
+            "WiredRoom.test_comments_are_not_lost "
+            "WiredRoom.test_what_was_there_comes_back_byte_for_byte "
+            "WiredRoom.test_marks_line_ends_and_empty_files",
     "F-67": "FieldReports.test_dead_connections_in_the_pool_cost_no_ask",
 }
 # What has no test yet, and why; move a row up when its part is there.
 UNTESTED = {
-    "F-57": "launcher: not there yet", "F-58": "launcher: not there yet",
-    "F-59": "launcher: not there yet (EdgesRoom.test_byte_order_marks reads such files)",
     "F-68": "routing: no model is unloaded when idle"}
 
 
@@ -17279,7 +17989,7 @@ class Fleet(Case):
 class RealSwap(Real):
     "Two models on one engine's machine: `model use`, and asks that name the other one."
 
-    def stack(self, **settings):
+    def stack(self, page="", **settings):
         state = self.folder()
         registry = os.path.join(self.folder(), "models.json")
         models = {n: {"file": tiny(m), "ctx": 4096, "slots": 2, "args": ["-t", "1"]}
@@ -17294,7 +18004,7 @@ class RealSwap(Real):
         found = toki.find_model(config, where, toki.REAL, lambda text: None)
         _, more = toki.model_setup(found, config, where, toki.REAL)
         d = toki.Daemon(config, where, process_plan=dict(
-            more, binary=real_engine(), model=found.path))
+            more, binary=real_engine(), model=found.path), page=page)
         d.start()
         self.addCleanup(d.close)
         self.assertTrue(d.keeper.up.wait(60), d.keeper.trouble)
@@ -17401,7 +18111,10 @@ class RealSwap(Real):
         self.assertEqual(c.json("GET", "/v1/models")["data"][0]["id"], "one")
 
 
-class FieldReports(Case):
+class FieldReports(LaunchCase):
+    def setUp(self):
+        self.home, self.bin, self.said = self.folder(), self.folder(), []
+
     def test_every_report_has_a_test(self):
         wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
         self.assertEqual({int(f[2:]) for f in {**REPORTS, **UNTESTED}}, wanted)
@@ -17413,6 +18126,153 @@ class FieldReports(Case):
                     case, _, test = name.partition(".")
                     self.assertIn(globals()[case], cases)
                     self.assertTrue(callable(getattr(globals()[case], test)))
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_a_launch_wins_over_the_agents_own_settings(self):
+        "F-57, F-24: other keys and addresses lose, and the user's file stays."
+        d = self.daemon(self.fake(model="m9"))
+        self.install("claude")
+        own = os.path.join(self.home, ".claude", "settings.json")
+        os.makedirs(os.path.dirname(own))
+        text = json.dumps({"env": {"ANTHROPIC_BASE_URL": "http://127.0.0.1:9/elsewhere",
+                                   "ANTHROPIC_API_KEY": "sk-own",
+                                   "CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}})
+        with open(own, "w", encoding="utf-8") as f:
+            f.write(text)
+        foreign = {"ANTHROPIC_API_KEY": "sk-1", "ANTHROPIC_AUTH_TOKEN": "sk-2",
+                   "ANTHROPIC_BASE_URL": "http://127.0.0.1:9", "OPENAI_API_KEY": "sk-3",
+                   "CLAUDE_CODE_OAUTH_TOKEN": "sk-4", "CLAUDE_CODE_USE_BEDROCK": "1"}
+        for extra in ([], ["--settings", own]):
+            with self.subTest(extra):
+                c = self.context(d, foreign)
+                self.assertEqual(toki.launch(toki.find_name("claude"), c, extra), 0)
+                env = dict(line.split("=", 1) for line in self.read("env").splitlines()
+                           if "=" in line)
+                self.assertEqual(set(foreign) & set(env), set())
+                given = json.loads(self.read("settings.json"))["env"]
+                self.assertEqual(given["ANTHROPIC_BASE_URL"], d.url() + "/anthropic")
+                self.assertEqual(given["ANTHROPIC_AUTH_TOKEN"], toki.local_token(
+                    toki.REAL, d.where, create=False))
+                self.assertEqual((given["ANTHROPIC_API_KEY"],
+                                  given["CLAUDE_CODE_ATTRIBUTION_HEADER"]), ("", "0"))
+                self.assertEqual(self.read(".claude/settings.json"), text)
+        for word in ("--model", "--model=opus"):
+            with self.assertRaises(toki.UsageError):
+                toki.launch(toki.find_name("claude"), c, [word])
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_a_launch_that_reached_another_server_is_told(self):
+        "F-57: did the first request come here?"
+        d = self.daemon(self.fake())
+        self.install("claude")
+        agent, c = toki.find_name("claude"), self.context(d)
+        toki.launch(agent, c, ["-p", "hello"])
+        self.assertIn("no ask of Claude Code came here", "\n".join(self.said))
+        self.said.clear()
+        with open(os.path.join(self.bin, "claude"), "w", encoding="utf-8") as f:
+            f.write(f"#!{sys.executable}\nimport urllib.request as r\n"
+                    f"r.urlopen(r.Request('{d.url()}/v1/chat/completions', "
+                    "b'{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}], "
+                    "\"max_tokens\": 1}')).read()\n")
+        self.assertEqual(toki.launch(agent, c, ["-p", "hello"]), 0)
+        self.assertNotIn("came here", "\n".join(self.said))
+
+    SHIM = ('@ECHO off\r\nGOTO start\r\n:find_dp0\r\nSET dp0=%~dp0\r\nEXIT /b\r\n:start'
+            '\r\n"%_prog%"  "%dp0%\\node_modules\\@anthropic-ai\\claude-code\\cli.js" %*\r\n')
+
+    def shims(self, **texts):
+        "A folder with a space in it that holds these programs."
+        folder = os.path.join(self.folder(), "with space")
+        os.makedirs(folder)
+        for name, text in texts.items():
+            with open(os.path.join(folder, name.replace("_", ".")), "w",
+                      encoding="utf-8", newline="") as f:
+                f.write(text)
+        return folder
+
+    def test_npm_shims_are_started_without_a_command_line(self):
+        "F-58: the script without an ending, .cmd and .ps1 side by side."
+        folder = self.shims(claude="#!/bin/sh\n", claude_cmd=self.SHIM, claude_ps1="x")
+        edges = toki.REAL._replace(proc=FakeProc({"node"}))
+        want = ["/bin/node",
+                folder + "/node_modules/@anthropic-ai/claude-code/cli.js"]
+        for name in ("claude", "claude.cmd"):
+            got = toki.agent_command(folder + "/" + name, edges)
+            self.assertEqual(got, want, name)
+        exe = folder + "/claude.exe"
+        self.assertEqual(toki.agent_command(exe, edges), [exe])
+        plain = self.shims(claude="#!/bin/sh\n")
+        self.assertEqual(toki.agent_command(plain + "/claude", edges),
+                         [plain + "/claude"])
+        other = self.shims(claude_cmd="@echo hello %*\r\n")
+        batch = toki.agent_command(other + "/claude.cmd", edges)
+        self.assertEqual(batch, [other + "/claude.cmd"])
+        toki.check_batch([*batch, "-p", "say hi", "C:\\a b\\c"])
+        for word in ("100%", "a & b", 'say "hi"', "a\nb", "x^y", "a|b", "<", "!x!"):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.check_batch([*batch, word])
+            self.assertIn(".exe", caught.exception.hint)
+            toki.check_batch([*want, word])
+
+    @unittest.skipIf(os.name == "nt", "the stand-in is a shell script")
+    def test_arguments_arrive_as_they_were_typed(self):
+        "F-58: quotes, %, & and line ends."
+        words = ["-p", 'a "b"', "100% %PATH%", "c & d | e", "f\ng", "$HOME `x`", "ü '"]
+        self.install("claude")
+        toki.launch(toki.find_name("claude"), self.context(self.daemon(self.fake())), words)
+        self.assertTrue(self.read("argv").endswith("\n" + "\n".join(words) + "\n"))
+
+    def test_a_missing_agent_says_how_to_install_it(self):
+        "F-58: a hint, no traceback."
+        for agent in toki.AGENTS:
+            with self.assertRaises(toki.TokiError) as caught:
+                toki.launch(agent, self.context(None), [])
+            self.assertIn(agent.title, caught.exception.message)
+            self.assertEqual(caught.exception.hint, agent.install)
+
+    def test_settings_with_marks_and_comments(self):
+        "F-59: toki's own file in every dress; an agent's in the dress it had."
+        path = os.path.join(self.folder(), "config")
+        plain = "# mine\n[toki]\nslots = 3\n; more\n"
+        for data in (plain.encode(), ("\ufeff" + plain).encode(), plain.encode("utf-16"),
+                     plain.replace("\n", "\r\n").encode("utf-8-sig")):
+            with open(path, "wb") as f:
+                f.write(data)
+            config = toki.load_config({}, {}, toki.REAL.disk.read_text(path))
+            self.assertEqual((config.slots, config.origin["slots"]), (3, "file"), data)
+        self.assertEqual(toki.load_config({}, {}, "").origin["slots"], "default")
+        for text in ("slots = 3\n", "[toki]\nslots\n"):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.load_config({}, {}, text)
+            self.assertRegex(caught.exception.message, r"line:? +\d")
+        over = {"env": {"A": "1"}}
+        for mark in ("", "\ufeff"):
+            for end in ("\n", "\r\n"):
+                old = mark + end.join(("{", '    "model": "ä"', "}", ""))
+                new = toki.wired_text("json", old, over)
+                self.assertEqual(new, mark + end.join((
+                    "{", '    "model": "ä",', '    "env": {', '        "A": "1"',
+                    "    }", "}", "")))
+                old = mark + end.join(("# mine", 'model = "x"  # why', "[a]", ""))
+                new = toki.wired_text("toml", old, {"": {"model": "m"}})
+                self.assertEqual(new.startswith("\ufeff"), bool(mark))
+                self.assertEqual(new.count("\n"), new.count(end))
+                self.assertIn("# mine", new)
+                self.assertEqual(toki.unwired_text("toml", new, {}, ""), old)
+        for text in ('{\n  // mine\n  "a": 1}', '{\n  "a": 1,\n}', "[1]\n", "{\n"):
+            with self.assertRaises(toki.UsageError):
+                toki.wired_text("json", text, over)
+        self.assertEqual(json.loads(toki.wired_text("json", "", over)), over)
+        own = os.path.join(self.home, ".qwen", "settings.json")
+        os.makedirs(os.path.dirname(own))
+        raw = '{"a": 1}'.encode("utf-16")
+        with open(own, "wb") as f:
+            f.write(raw)
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.wire_client("qwen", self.context(self.daemon(self.fake())), yes=True)
+        self.assertIn("UTF-8", caught.exception.message)
+        with open(own, "rb") as f:
+            self.assertEqual(f.read(), raw)
 
     def test_calls_with_one_index_are_told_apart(self):
         "F-03: distinct rising indices, each call's arguments whole."

