@@ -17632,7 +17632,7 @@ class Simulate(Case):
                             self.play("realistic_mixed", seed=2)["prompt_tokens"])
 
     def test_one_slot_is_served_from_the_shelf(self):
-        row = self.play("realistic_mixed", slots=1)
+        row = self.play("realistic_mixed", slots=1, context=4096)
         self.assertGreater(row["restores"], 20)
         self.assertGreater(row["efficiency"], .9)
 

@@ -10495,6 +10495,7 @@ th, td { text-align: left; padding: .35rem .6rem .35rem 0; vertical-align: top;
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums;
   white-space: nowrap; } .grade { font-weight: 700; }
 .what { display: block; color: var(--soft); font-size: .82rem; max-width: 15rem;
+  white-space: normal;
   margin-left: auto; }
 td:first-child .what { margin-left: 0; min-width: 14rem; }
 .bar { display: inline-block; height: .6rem; background: var(--good);
