@@ -138,21 +138,27 @@ missing_folders() {
 }
 
 place_program() {
+    # Imported, not run as a script, so that Python keeps the compiled file.
+    start='import sys; sys.path.insert(0, sys.argv.pop(1)); import toki'
+    start="$start; sys.exit(toki.main())" flags='-I'
     mkdir -p "$share" "$bin"
     [ -f "$share/.folders" ] || [ -z "$made" ] || printf '%s\n' "$made" >"$share/.folders"
     if [ -f "$share/toki.py" ] && cmp -s "$1" "$share/toki.py"; then
         echo "toki.py: up to date"
     else
-        cp "$1" "$share/.toki.py.new"
-        "$python" -I "$share/.toki.py.new" version >/dev/null ||
-            { rm -f "$share/.toki.py.new"; fail "$1 does not run with $python"; }
+        rm -rf "$share/.new"
+        mkdir "$share/.new"
+        cp "$1" "$share/.new/toki.py"
+        "$python" -I -X utf8 -c "$start" "$share/.new" version >/dev/null ||
+            { rm -rf "$share/.new"; fail "$1 does not run with $python"; }
         if [ -f "$share/toki.py" ]; then mv -f "$share/toki.py" "$share/toki.py.prev"; fi
-        mv -f "$share/.toki.py.new" "$share/toki.py"
+        mv -f "$share/.new/toki.py" "$share/toki.py"
+        # What Python compiled for the trial is right for the file in its place, too.
+        rm -rf "$share/__pycache__"
+        mv "$share/.new/__pycache__" "$share" 2>/dev/null || true
+        rm -rf "$share/.new"
         echo "toki.py: $share/toki.py"
     fi
-    # Imported, not run as a script, so that Python keeps the compiled file.
-    start='import sys; sys.path.insert(0, sys.argv.pop(1)); import toki'
-    start="$start; sys.exit(toki.main())" flags='-I'
     {
         echo '#!/bin/sh'
         echo '# toki launcher, written by install.sh'
@@ -309,8 +315,8 @@ uninstall() {
         echo "removed: $bin/toki"
     fi
     made=$(cat "$share/.folders" 2>/dev/null) || made=''
-    rm -f "$share/toki.py" "$share/toki.py.prev" "$share/.toki.py.new" "$share/.folders"
-    rm -rf "$share/extras" "$share/__pycache__"
+    rm -f "$share/toki.py" "$share/toki.py.prev" "$share/.folders"
+    rm -rf "$share/extras" "$share/__pycache__" "$share/.new"
     if [ -n "$purge" ]; then
         for folder in "$state" "$config"; do
             [ -z "$folder" ] || purge_folder "$folder"

@@ -1686,7 +1686,12 @@ ROUTES = {
 # HOUSE - what holds for the whole file.
 # ============================================================================
 SOURCE = open(os.path.join(HERE, "toki.py"), encoding="utf-8").read()
-TREE = ast.parse(SOURCE)
+
+
+@functools.lru_cache(None)
+def tree():
+    "toki.py as Python 3.9 reads it; two seconds that only some tests need."
+    return ast.parse(SOURCE, feature_version=(3, 9))
 BANNER = re.compile(r"^# =+\n# (\d+)\. ([A-Z]+) - (.*\n(?:#   .*\n|#\n)*)# =+$", re.M)
 
 
@@ -1704,15 +1709,15 @@ def rooms():
 
 class House(Case):
     def test_python_3_9_grammar(self):
-        ast.parse(SOURCE, feature_version=(3, 9))
+        self.assertTrue(tree().body)
 
     def test_lines_fit_the_page(self):
         long = [i for i, line in enumerate(SOURCE.splitlines(), 1) if len(line) > 88]
         self.assertEqual(long, [])
 
     def test_only_the_standard_library(self):
-        names = {a.name for n in ast.walk(TREE) if isinstance(n, ast.Import)
-                 for a in n.names} | {n.module for n in ast.walk(TREE)
+        names = {a.name for n in ast.walk(tree()) if isinstance(n, ast.Import)
+                 for a in n.names} | {n.module for n in ast.walk(tree())
                                       if isinstance(n, ast.ImportFrom)}
         if hasattr(sys, "stdlib_module_names"):
             self.assertEqual({n.split(".")[0] for n in names} - sys.stdlib_module_names
@@ -1730,7 +1735,7 @@ class House(Case):
 
         def room_at(line):
             return max((i for i, s in enumerate(starts) if s <= line), default=-1)
-        for node in TREE.body:
+        for node in tree().body:
             targets = getattr(node, "targets", []) + [getattr(node, "target", None)]
             names = [node.name] if hasattr(node, "name") else [
                 t.id for t in targets if isinstance(t, ast.Name)]
@@ -1739,7 +1744,7 @@ class House(Case):
                 if name in home and home[name] != room_at(node.lineno):
                     problems.add(f"{name} stands in two rooms")
                 home[name] = room_at(node.lineno)
-        for node in TREE.body:
+        for node in tree().body:
             here = room_at(node.lineno)
             if here < 0:
                 continue
@@ -1769,7 +1774,7 @@ class House(Case):
         starts = [r[2] for r in table]
         edges = next(i for i, r in enumerate(table) if r[1] == "EDGES")
         bad = set()
-        for node in TREE.body:
+        for node in tree().body:
             here = max((i for i, s in enumerate(starts) if s <= node.lineno), default=-1)
             if 0 <= here < edges:
                 bad |= {(table[here][1], s.id) for s in ast.walk(node)
@@ -1795,7 +1800,7 @@ class House(Case):
         table = rooms()
         starts = [r[2] for r in table]
         bad = set()
-        for node in TREE.body:
+        for node in tree().body:
             here = max((i for i, s in enumerate(starts) if s <= node.lineno), default=-1)
             name = table[here][1] if here >= 0 else ""
             if name in allow and allow[name] is not None:
@@ -7245,7 +7250,16 @@ class Tmux:
 @unittest.skipUnless(shutil.which("tmux") and os.name == "posix", "tmux is not installed")
 class Terminal(Case):
     "The real screens in a real terminal."
-    TOKI = os.path.join(HERE, "toki.py")
+
+    @classmethod
+    def setUpClass(cls):
+        "toki.py run as a script would be compiled anew at each start."
+        folder = tempfile.mkdtemp(prefix="toki-test-")
+        cls.addClassCleanup(shutil.rmtree, folder, True)
+        cls.TOKI = os.path.join(folder, "toki-script.py")
+        with open(cls.TOKI, "w", encoding="utf-8") as f:
+            f.write(f"import sys\nsys.path.insert(0, {HERE!r})\nimport toki\n"
+                    "sys.exit(toki.main())\n")
 
     def begin(self, *argv, width=80, height=24, fake=None, **env):
         fake = fake or self.fake(decode_ms=1)
@@ -9344,8 +9358,7 @@ class InstallScript(Case):
             ".local/bin/toki", ".local/share/toki/.folders",
             ".local/share/toki/toki.py"])
         self.assertIn("up to date", self.sh())
-        with open(os.path.join(self.source, "toki.py"), "a") as f:
-            f.write("# newer\n")
+        self.quick()                     # another file, so an upgrade
         self.sh()
         self.assertIn(".local/share/toki/toki.py.prev", self.files())
         self.sh("--uninstall")
@@ -11184,7 +11197,7 @@ class RealInstall(Real):
         self.assertEqual([e.name for e in toki.installed_engines(where, toki.REAL)],
                          ["mine"])
 
-    def starts(self, model, state, args):
+    def starts(self, model, state, args, binary="", **settings):
         "A managed engine until it is ready: (its flags, how often one was started)."
         started = []
 
@@ -11192,9 +11205,10 @@ class RealInstall(Real):
             def spawn(self, argv, **more):
                 started.append(argv)
                 return super().spawn(argv, **more)
-        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, ctx=1024, threads=1,
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=state, threads=1,
                         edges=toki.REAL._replace(proc=Proc()), engine_args=args,
-                        plan={"binary": real_engine(), "model": model})
+                        plan={"binary": binary or real_engine(), "model": model},
+                        **dict({"ctx": 1024}, **settings))
         end = time.monotonic() + 60
         while d.keeper.state != "ready" and time.monotonic() < end:
             time.sleep(0.05)
@@ -11204,16 +11218,38 @@ class RealInstall(Real):
 
     def test_what_keeps_it_from_starting_is_changed_once_and_remembered(self):
         model, state = self.broken_template(), self.folder()
-        args = "--frobnicate 3 --cache-type-k q9 --no-repack"
+        args = "--frobnicate 3 --rope-scale nought --no-repack"
         argv, n = self.starts(model, state, args)
         self.assertEqual(n, 3)                   # one change at a time
         self.assertEqual(argv[argv.index("--chat-template") + 1], "chatml")
-        for gone in ("--frobnicate", "--cache-type-k"):
+        for gone in ("--frobnicate", "--rope-scale"):
             self.assertNotIn(gone, argv)
         with open(os.path.join(state, "remedies.json")) as f:
             self.assertEqual(len(list(json.load(f).values())[0]["why"]), 2)
         again, n = self.starts(model, state, args)
         self.assertEqual(n, 1)                   # right at once
+
+    @unittest.skipUnless(sys.platform.startswith("linux"), "ulimit -v")
+    def test_memory_that_ends_while_loading(self):
+        "Half of a context that cannot be allocated; the next plan starts from there."
+        binary = os.path.join(self.folder(), "limited")
+        with open(binary, "w") as f:     # small stacks: threads are no part of this
+            f.write("#!/bin/sh\nulimit -s 512\nexport MALLOC_ARENA_MAX=1\n"
+                    "case \"$*\" in *--model*) ulimit -v 1200000;; esac\n"
+                    f"exec {real_engine()} \"$@\"\n")
+        os.chmod(binary, 0o755)
+        state, ask = self.folder(), dict(binary=binary, ctx=32768, slots=32)
+        argv, n = self.starts(tiny("llama-dense"), state, "--no-repack", **ask)
+        self.assertEqual((n, argv[argv.index("--ctx-size") + 1]), (2, str(16384 * 32)))
+        with self.assertLogs(toki.log, "INFO") as caught:
+            argv, n = self.starts(tiny("llama-dense"), state, "--no-repack", **ask)
+        self.assertEqual((n, argv[argv.index("--ctx-size") + 1]), (1, str(16384 * 32)))
+        said = "\n".join(caught.output)
+        self.assertIn("32,768 -> 16,384 tokens a slot: more could not be loaded", said)
+        self.assertNotIn("otherwise than planned", said)
+        shape = toki.effective_shape(toki.REAL, toki.places({}, state),
+                                     tiny("llama-dense"))
+        self.assertEqual((shape["ctx"], shape["slots"]), (16384, 32))
 
 
 class RealFirstHour(Real):
@@ -11296,6 +11332,18 @@ class RealAlone(Real):
         self.assertEqual((os.listdir(home), sorted(os.listdir(place))), ([], ["toki.py"]))
         self.assertLessEqual({"ledger.db", "token"}, set(os.listdir(
             os.path.join(state, "s"))))
+
+    def test_doctor_finds_reuse_on_memory_that_cannot_be_rewound(self):
+        for name in ("lfm2", "mamba2", "gemma3"):
+            d = self.daemon("http://127.0.0.1:1", wait=False, ctx=2048, threads=1,
+                            engine_args="--no-repack", certify="off",
+                            plan={"binary": real_engine(), "model": tiny(name)})
+            self.until(lambda: d.keeper.state == "ready", "the engine", 60)
+            found = toki.examine(d.where, toki.REAL,
+                                 toki.running_daemon(d.where, toki.REAL))
+            self.assertEqual([c for c in found if c.level == "FAIL"], [], name)
+            self.assertIn("reuse proven", " ".join(c.text for c in found))
+            d.close()
 
     def test_bundle_tells_no_text_and_no_secret(self):
         "Even of an engine that prints prompts, over several lines."

@@ -19662,11 +19662,25 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
 def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
                  facts: ModelFacts) -> MemoryPlan:
     "What fits now, for this engine and model, with the flags it is known to need."
-    known = read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
+    known = _known_remedies(where, edges, plan)
+    machine, wishes = detect_memory(edges, plan["binary"]), wishes_of(config)
+    wishes = wishes._replace(
+        repack=wishes.repack and ("--no-repack", "") not in known.put)
+    fit = plan_memory(facts, machine, wishes)
+    most = dict(known.put).get("--ctx-size", "")
+    if not most.isdigit() or fit.ctx * fit.slots <= int(most):
+        return fit
+    less = max(256, int(most) // fit.slots // 256 * 256)
+    return plan_memory(facts, machine, wishes._replace(
+        ctx=less, slots=fit.slots, kv_type=fit.kv_type, fixed=("ctx", "slots")
+        ))._replace(steps=(*fit.steps, f"context {fmt_n(fit.ctx)} -> {fmt_n(less)} "
+                           "tokens a slot: more could not be loaded before"))
+
+
+def _known_remedies(where: Places, edges: Edges, plan: dict) -> Remedies:
+    "The changes without which this engine does not start with this model."
+    return read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
         plan["binary"] + " " + plan["model"]))
-    wishes = wishes_of(config)
-    return plan_memory(facts, detect_memory(edges, plan["binary"]), wishes._replace(
-        repack=wishes.repack and ("--no-repack", "") not in known.put))
 
 
 class Daemon:
@@ -20206,6 +20220,8 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
     record = _await_ready(process, config, where, edges, say)
+    for why in _known_remedies(where, edges, plan).why:
+        say(f"engine: {why} (remembered in {where.file(_REMEDIES)})")
     report = self_check(record, edges)
     for line in report:
         say(line)
@@ -24282,8 +24298,9 @@ def _check_reuse(record: dict, edges: Edges) -> Check:
     for question in ("First question?", "Second question?"):
         reply = daemon_json(edges, record["host"], record["port"], "POST",
                             "/v1/chat/completions", {
-                                "messages": [{"role": "user",
-                                              "content": text + question}],
+                                # a boundary that memory without rewind has, too
+                                "messages": [{"role": "system", "content": text},
+                                             {"role": "user", "content": question}],
                                 "max_tokens": 1, "temperature": 0,
                                 "prompt_cache_key": "toki-doctor"}, timeout=600)
         reports.append(reply["cache"])
