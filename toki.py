@@ -61,7 +61,7 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     40 KEEPER    the only coordinator: plan, lease, settle; owns the lock
     41 CERTIFY   may restored contexts be trusted here?
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    43 FLEET     one engine, several models: whose turn is it?
+    43 FLEET     one
     44 HTTP      framing, limits, deadlines: a server made of http.server
     45 GATEWAY   routes: bytes in and out, never decides
     46 UNPACK    archives from elsewhere, opened so that nothing lands outside
@@ -81,10 +81,11 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     60 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
     61 BENCH     toki's own cost, soak, and the everyday situations
     62 RUNS      workloads played on three arms of one engine build, ask by ask
-    63 DOCTOR    is everything fit, and if not, what to do
-    64 PAGE      the web page as one readable text
-    65 WEB       a second door to a running daemon, with TLS, for browsers
-    66 COMMANDS  one function per subcommand, then main
+    63 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    64 DOCTOR    is everything fit, and if not, what to do
+    65 PAGE      the web page as one readable text
+    66 WEB       a second door to a running daemon, with TLS, for browsers
+    67 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -9854,7 +9855,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 # ============================================================================
 # 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
-#    uses: WORDS, TOKENS, TRIE, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
+#    uses: WORDS, TOKENS, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
 #    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
 #
@@ -9956,6 +9957,11 @@ def _say(history: list, text: str, limit: int = 8) -> Any:
     history.append({"role": "assistant", "content": reply})
 
 
+def _turns(s: Sized, most: int) -> range:
+    "Fewer turns below 4,096 tokens: what a template adds does not shrink with them."
+    return range(max(4, int(most * min(1.0, (s.context / 4096) ** 1.4))))
+
+
 def _realistic_mixed(s: Sized) -> Any:
     "two coding agents with tools, a chat, titles and a document, all in turn"
     a = s.author("mixed")
@@ -9964,7 +9970,7 @@ def _realistic_mixed(s: Sized) -> Any:
     agents, chat = [[head], [head]], [_system("You are a friendly assistant. "
                                               + a.text(30))]
     document = a.text(s.context * .4)
-    for turn in range(12):
+    for turn in _turns(s, 12):
         for i, agent in enumerate(agents):
             yield from _say(agent, f"Result {turn} of tool {i}: " + a.text(18, "data"))
         yield from _say(chat, a.text(14))
@@ -9989,7 +9995,7 @@ def _code_review(s: Sized) -> Any:
     files = _system("Review these files:\n" + a.text(s.context * .73, "code"))
     for thread in range(3):
         history = [files]
-        for turn in range(28):
+        for turn in _turns(s, 28):
             yield from _say(history, f"{thread}.{turn}: " + a.text(s.context * .0017),
                             6)
 
@@ -9998,7 +10004,7 @@ def _agent_long_output(s: Sized) -> Any:
     "an agent whose replies are much longer than what it is asked"
     a = s.author("long output")
     history = [_system("You write long reports. " + a.text(s.context * .07))]
-    for _ in range(30):
+    for _ in _turns(s, 30):
         yield from _say(history, a.text(9), max(8, int(s.context * .0292) - 26))
 
 
@@ -10025,7 +10031,7 @@ def _agent_long_context(s: Sized) -> Any:
     "an agent that works close to the end of its context"
     a = s.author("long context")
     history = [_system("You are an agent at work. " + a.text(s.context * .56))]
-    for turn in range(28):
+    for turn in _turns(s, 28):
         yield from _say(history, f"Result {turn}: " + a.text(s.context * .0125 - 26,
                                                              "data"))
 
@@ -10090,17 +10096,17 @@ class PrefixOracle:
     "An unlimited cache of exact prefixes that starts cold."
 
     def __init__(self) -> None:
-        self.trie, self.asks = PrefixTrie(), 0
+        self.held: list = []     # in order: the longest prefix stands next to a prompt
 
     def known(self, tokens: Tokens) -> int:
         "Tokens of this prompt that need not be computed; the last one always is."
-        found = self.trie.match(tokens, limit=1)
-        return min(found[0].length if found else 0, max(0, len(tokens) - 1))
+        at = bisect.bisect(self.held, tokens)
+        found = (common_prefix(tokens, h) for h in self.held[max(0, at - 1):at + 1])
+        return min(max(found, default=0), max(0, len(tokens) - 1))
 
     def add(self, after: Tokens) -> None:
         "A prompt with what was generated, but the last token, is known from now on."
-        self.asks += 1
-        self.trie.insert(self.asks, after)
+        bisect.insort(self.held, after)
 
 
 def as_generated(retokenized: Sequence[Any], came: Sequence[Any]) -> int:
@@ -10197,7 +10203,9 @@ def weigh(runs: Sequence[Run]) -> dict:
     spent = [run.computed for run in runs]
     total = None if None in spent else sum(c for c in spent if c is not None)
     later = max(1, len(good) - len(runs))     # the first ask of a run cannot be a hit
-    told = [a.prompt - a.new for a in good if a.new is not None]
+    # Of asks at once a reply counts as reused what was computed for it on the side.
+    crowd = total is not None and any(a.computed is None for a in good)
+    told = [a.prompt - a.new for a in good if a.new is not None and not crowd]
     return {
         "runs": len(runs), "asks": len(asks), "left_out": sum(len(r.asks) for r in runs)
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
@@ -10374,8 +10382,8 @@ def _verdict(row: dict) -> str:
             out.append("no gain and no cost within the interval" if low <= 0 <= high
                        else f"first-token times {_signed(change['ttft'])} against "
                        "nothing reused" + (": toki's own cost" if low > 0 else ""))
-    if toki and toki["refused"]:
-        out.append(f"{toki['refused']} asks were refused")
+    out += [f"{f['refused']} asks were refused ({_ARM_WORDS[arm]})"
+            for arm, f in row["arms"].items() if f["refused"]]
     if row.get("sized") is False:
         out.append("at this size the oracle stays below the published hit rate")
     return "; ".join(out)
@@ -10400,6 +10408,7 @@ def bench_text(result: dict) -> str:
     out += [f"{r['workload']}: {_verdict(r)}" for r in result["rows"] if _verdict(r)]
     out += [f"not played: {name}" + (" (needs --other FILE, a second model)" if name
                                      == "swap" else "") for name in result["missing"]]
+    out += _broken(result)
     same = setup["same"]
     out += ["", f"{same['model']} ({same['kind']}), llama.cpp {same['build']}, "
             f"{setup['machine']}, seed {same['plan']['seed']}, context "
@@ -10409,6 +10418,13 @@ def bench_text(result: dict) -> str:
                          "percent beside the oracle's; eff. = oracle / computed tokens "
                          "by the engine's counter. " + _FORMULA)]
     return "\n".join(out)
+
+
+def _broken(result: dict) -> list:
+    "A sentence for each run that broke off."
+    found = ((key.split("/"), why) for key, why in result.get("broken", {}).items())
+    return [f"{name}, {_ARM_WORDS[arm]}: broken off, {why}; left out, the same command "
+            "tries it again" for (name, _, arm), why in found]
 
 
 def prose_lines(text: str, width: int = 88) -> list:
@@ -10478,7 +10494,10 @@ th, td { text-align: left; padding: .35rem .6rem .35rem 0; vertical-align: top;
   border-bottom: 1px solid var(--line); } th { color: var(--soft); font-weight: 600; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums;
   white-space: nowrap; } .grade { font-weight: 700; }
-.what { display: block; color: var(--soft); font-size: .82rem; }
+.what { display: block; color: var(--soft); font-size: .82rem; max-width: 15rem;
+  white-space: normal;
+  margin-left: auto; }
+td:first-child .what { margin-left: 0; min-width: 14rem; }
 .bar { display: inline-block; height: .6rem; background: var(--good);
   border-radius: 2px; }
 .key span { display: inline-block; margin-right: 1.2rem; }
@@ -10714,6 +10733,7 @@ def bench_page(result: dict) -> str:
         "negative times are shorter; below each the 95 % interval of the median. Hit: "
         "tokens that were remembered, in percent. The last column is the grade of "
         "llama-server by itself.</p>", _summary(rows),
+        *(f"<p class=soft>{_esc(words)}</p>" for words in _broken(result)),
         "<h2>How near to perfect</h2><p>Tokens that a perfect memory would compute, "
         "divided by tokens that were computed.</p>", _key(arms), _efficiency_bars(rows),
         "<h2>Time until the first word</h2><p>Each line climbs as asks are answered: "
@@ -23872,6 +23892,7 @@ class Bench:
         old = old if old and old.get("setup", {}).get("same") == self.setup["same"] \
             else {}
         self.done: dict = dict((old or {}).get("runs", {}))
+        self.broken: dict = {}           # "name/pass/arm" -> why
         self.rates: dict = {}
         self.began = edges.clock.now()
 
@@ -23921,16 +23942,25 @@ class Bench:
                 yield name, n, order if not n % 2 else order[1:] + order[:1]
 
     def play(self) -> dict:
-        "All of the plan that is not done yet; returns the state."
+        """All of the plan that is not done yet; returns the state.
+
+        An arm that breaks off is left out, and tried again by the next bench of this
+        plan.  Raises what broke it where nothing at all could be played.
+        """
         parts = [(name, n, arm) for name, n, arms in self.orders() for arm in arms]
-        finished = 0
+        finished, trouble = 0, None
         for i, (name, n, arm) in enumerate(parts):
             key = f"{name}/{n}/{arm}"
             if key in self.done:
                 continue
             label = f"[{i + 1}/{len(parts)}] {name}, {arm}"
             script = dict(self.done.get(f"{name}/0/alone", {}).get("replies") or {})
-            run = _Play(self, arm, script, self._sample(name)).run(name)
+            try:
+                run = _Play(self, arm, script, self._sample(name)).run(name)
+            except TokiError as error:
+                self.broken[key], trouble = error.message, error
+                self.say(f"{label}: broken off, {error.message}")
+                continue
             finished += 1
             left = len(parts) - i - 1
             pace = (self.edges.clock.now() - self.began) / finished
@@ -23938,7 +23968,9 @@ class Bench:
                 f", ~{fmt_age(pace * left)} left" if left else ""))
             self.done[key] = dict(run._asdict(), asks=[a._asdict() for a in run.asks])
             self.keep(self.state(False))
-        return self.state(True)
+        if trouble and not self.done:
+            raise trouble
+        return self.state(not self.broken)
 
     def _sample(self, name: str) -> int:
         "Few asks are all asked of the fresh arm; so are those that come at once."
@@ -23948,11 +23980,281 @@ class Bench:
 
     def state(self, complete: bool) -> dict:
         return {"schema": _SCHEMA, "complete": complete, "setup": self.setup,
-                "runs": self.done}
+                "runs": self.done, "broken": self.broken}
 
 
 # ============================================================================
-# 63. DOCTOR - is everything fit, and if not, what to do.
+# 63. SIMULATE - what would be computed, with so many slots and this kind of memory?
+#    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
+#    simulate, simulation_text.  pure: no engine, no model, no clock.
+#
+#    A workload is played on BOOK and DECIDE, one ask after the other, in virtual time.
+#    Words stand for tokens, and replies come back as they were generated.  Slots and
+#    snapshots reuse what the table of memory kinds says, no more.
+# ============================================================================
+SIM_KINDS = ("rewindable", "window", "window+full", "append-only")
+_SIM_PIECE = re.compile(r" ?[A-Za-z]{1,7}| ?\d{1,3}|\s+|.", re.S)
+
+
+class Supposed(NamedTuple):
+    """The engine that is supposed.  Times are milliseconds a token (as of a small model
+    on a CPU; only their relations matter); `window` and `slack` are tokens: behind so
+    many a branch is still in the cells of a window."""
+    slots: int = 4
+    kind: str = "rewindable"
+    context: int = 4096
+    seed: int = 1
+    prefill_ms: float = 1.0
+    decode_ms: float = 10.0
+    move_ms: float = 0.005
+    window: int = 1024
+    slack: int = 512
+    pause_s: float = 0.0     # between two asks
+
+
+def _sim_ids(text: str) -> Tokens:
+    return array("I", (zlib.crc32(piece.encode()) for piece in
+                       _SIM_PIECE.findall(text)))
+
+
+def _sim_sized(s: Supposed) -> Sized:
+    return Sized(s.context, {sort: len(_sim_ids(sample_text(sort)))
+                             / len(sample_text(sort)) for sort in SORTS}, s.seed)
+
+
+def _sim_prompt(messages: Sequence[dict], seed: bytes) -> Prompt:
+    "A conversation as tokens: a header token and the words of each message."
+    tokens, starts, users, ahead = array("I"), [], [], 0
+    for m in (*messages, {"role": "assistant", "content": ""}):
+        starts.append(len(tokens))
+        tokens.append(zlib.crc32(f"<|{m['role']}|>".encode()))
+        above, blank, _ = m["content"].rpartition("\n\n")
+        if m["role"] == "user":
+            users.append(starts[-1])
+            part = _sim_ids(above + blank) if blank else array("I")
+            ahead = len(tokens) + common_prefix(part, _sim_ids(m["content"])) \
+                if len(part) > 4 * BLOCK else 0
+        tokens.extend(_sim_ids(m["content"]))
+    return Prompt(tokens, block_hashes(tokens, seed), tuple(starts), tuple(users),
+                  ahead)
+
+
+class _SimSlot(NamedTuple):
+    tokens: Tokens
+    marks: tuple = ()        # lengths to which it may be rewound (checkpoints)
+    restored: int = 0
+
+
+class _SimEngine:
+    "Slots and files that reuse what design.md's table of memory kinds says."
+
+    def __init__(self, s: Supposed):
+        self.s = s
+        self.slots = [_SimSlot(array("I")) for _ in range(s.slots)]
+        self.files: dict = {}
+
+    def reusable(self, slot: _SimSlot, tokens: Tokens) -> int:
+        kind, held = self.s.kind, len(slot.tokens)
+        match = min(common_prefix(slot.tokens, tokens), len(tokens) - 1)
+        mark = max((m for m in slot.marks if m <= match), default=0)
+        if kind == "rewindable":
+            return match
+        if kind == "window+full":
+            return 0 if match < slot.restored - 1 else match
+        if kind == "append-only":
+            return match if match == held else mark
+        if match < slot.restored:
+            return 0
+        return match if held - match <= self.s.slack else mark
+
+    def compute(self, number: int, tokens: Tokens, ends: Sequence[int],
+                reply: Tokens) -> int:
+        """Prefill and generate; returns the tokens that were reused.  `ends` are the
+        places where the engine leaves checkpoints, if it computes them."""
+        slot = self.slots[number]
+        kept = self.reusable(slot, tokens)
+        marks = {m for m in slot.marks if m <= kept} | {m for m in ends
+                                                        if m >= max(1, kept)}
+        self.slots[number] = _SimSlot(tokens + reply[:-1], tuple(sorted(marks)),
+                                      slot.restored if kept else 0)
+        return kept
+
+
+class _Simulation:
+    "One workload: what KEEPER and MOVES do with a plan, without doors and threads."
+
+    def __init__(self, s: Supposed):
+        self.s, self.engine, self.book = s, _SimEngine(s), Book(budget=64 << 20)
+        self.book.apply(Reborn(s.slots))
+        self.book.rates.prefill_ms = s.prefill_ms
+        self.book.rates.decode_ms = s.decode_ms
+        full = s.kind == "window+full"
+        self.ability = Ability(s.slots, True, "rewindable" if full else s.kind,
+                               s.window if "window" in s.kind else 0, s.slack, True,
+                               full)
+        self.now = 0.0                   # seconds
+        self.oracle, self.rows, self.spent = PrefixOracle(), [], 0
+
+    def save(self, number: int, sort: str, holder: int) -> int:
+        "A slot as a file; 0 where such a file would never count."
+        held = self.engine.slots[number].tokens
+        if not held or (self.s.kind == "window" and len(held) <= self.s.window):
+            return 0
+        snap = Snap(len(self.engine.files) + 1, "", sort, len(held), len(held),
+                    len(held), self.now)
+        self.engine.files[snap.id] = held
+        self._moved("save", len(held))
+        c = self.book.counters
+        c.saves, c.saved_bytes = c.saves + 1, c.saved_bytes + len(held)
+        self.book.apply(Shelved(snap, held, holder))
+        return snap.id
+
+    def _moved(self, what: str, n_tokens: int) -> None:
+        ms = MOVE_FIXED_MS + n_tokens * self.s.move_ms
+        self.now += ms / 1000
+        self.book.rates.moved(what, n_tokens, ms)
+
+    def _restore(self, number: int, snap: int) -> None:
+        held = self.engine.files[snap]
+        self.engine.slots[number] = _SimSlot(held, (), len(held))
+        self._moved("restore", len(held))
+        self.book.counters.restores += 1
+        self.book.apply(Restored(number, snap))
+
+    def _carry_out(self, plan: Plan, prompt: Prompt) -> tuple:
+        "The plan's moves; returns (tokens prefilled on the side, where that ended)."
+        if plan.save:
+            self.save(plan.slot, "context", -1)
+        snap = self.save(plan.donor, "context", plan.donor) if plan.donor >= 0 \
+            else plan.snap
+        if snap:
+            self._restore(plan.slot, snap)
+        elif plan.erase:
+            self.engine.slots[plan.slot] = _SimSlot(array("I"))
+            self.book.apply(Emptied(plan.slot))
+        sorts = {plan.brink: "", plan.turn: "turn", **dict.fromkeys(plan.heads, "head")}
+        side, ends = 0, []
+        for end in sorted(e for e in sorts if e > plan.expect):
+            kept = self.engine.compute(plan.slot, prompt.tokens[:end], (end - 4,),
+                                       array("I"))
+            side += end - kept
+            ends.append(end)
+            self.book.apply(Computed(end - kept))
+            if sorts[end]:
+                self.save(plan.slot, sorts[end], plan.slot)
+        if self.book.slots[plan.slot].lead:
+            self.book.apply(Landed(plan.slot))
+        return side, ends
+
+    def _plan(self, request: Request, prompt: Prompt) -> Plan:
+        book = self.book
+        snaps = book.snap_matches(prompt)
+        plan = decide(
+            request, len(prompt.tokens),
+            book.options(request, prompt, self.now, pool_size("auto", self.s.slots)),
+            self.ability, book.rates, book.counters, 0, snaps, prompt,
+            book.branch_point(prompt) if snaps else 0)
+        known = book.returning(prompt)
+        if known and known.gamble and plan.expect < len(
+                book.past.tokens(known.ask)) - BLOCK:
+            book.counters.gambles_lost += 1
+        book.apply(Dispatched(
+            plan.slot, len(self.rows) + 1, request, prompt, plan.expect, plan.gamble,
+            self.now, max((*plan.heads, plan.turn))))
+        return plan
+
+    def ask(self, turn: Turn) -> str:
+        "One ask, from plan to settled book; returns the reply."
+        number = len(self.rows) + 1
+        request = parse_ask("chat", {"messages": turn.messages,
+                                     "max_tokens": turn.max_tokens})
+        prompt = _sim_prompt(turn.messages, self.book.trie.seed)
+        n, began = len(prompt.tokens), self.now
+        plan = self._plan(request, prompt)
+        side, ends = self._carry_out(plan, prompt)
+        reply = f" {number % 1000}" * turn.max_tokens
+        made = _sim_ids(reply)
+        marks = (*prompt.users[:1], *prompt.users[-1:], n - 4)
+        kept = self.engine.compute(plan.slot, prompt.tokens, marks, made)
+        new = side + n - kept
+        self.now += new * self.s.prefill_ms / 1000
+        ttft = (self.now - began) * 1000
+        self.now += len(made) * self.s.decode_ms / 1000
+        self.book.apply(Settled(
+            plan.slot, number, request, prompt, Timings(
+                kept, n - kept, len(made), (n - kept) * self.s.prefill_ms,
+                len(made) * self.s.decode_ms), plan.expect, self.now, side,
+            tuple(ends)))
+        self.rows.append(Asked(n, self.oracle.known(prompt.tokens), n - new, new,
+                               len(made), ttft, began, "", number, plan.source,
+                               plan.why))
+        self.oracle.add(prompt.tokens + made[:-1])
+        self.spent += new
+        self._save_idle()
+        self.now += self.s.pause_s
+        return reply
+
+    def _save_idle(self) -> None:
+        "What the librarian saves in the gap between two asks."
+        prices = Prices.of(self.book.rates)
+        for s in self.book.slots:
+            if s.size - s.shelved >= 2 * BLOCK and s.klass != "oneshot" and (
+                    s.size - s.shelved) * prices.prefill * P_CRASH \
+                    > prices.saving(s.size) and self.save(s.slot, "context", s.slot):
+                s = self.book.slots[s.slot]
+                self.book.slots[s.slot] = s._replace(shelved=s.size)
+
+    def run(self, name: str) -> Run:
+        steps, reply = WORKLOADS[name](_sim_sized(self.s)), None
+        with contextlib.suppress(StopIteration):
+            while True:
+                reply = self.ask(steps.send(reply))
+        return Run(self.rows, self.spent, seconds=self.now)
+
+
+def simulate(name: str, s: Supposed) -> dict:
+    """A workload's figures on a supposed engine, all of them estimates (~).
+
+    Raises UsageError where that engine cannot be.
+    """
+    if s.kind not in SIM_KINDS:
+        raise UsageError(f"the memory kind {s.kind!r} is not known",
+                         "one of " + ", ".join(SIM_KINDS))
+    if s.slots < 1 or s.context < 1024:
+        raise UsageError(f"{s.slots} slots of {s.context} tokens are too few for the "
+                         "workloads", "give 1 slot and 1024 tokens or more")
+    play = _Simulation(s)
+    run = play.run(name)
+    row = judge(name, {"toki": [run]})
+    lost = [dict(a._asdict(), place=i, beyond=n) for i, a, n in lost_asks(run, 10)]
+    return {"workload": name, **row["arms"]["toki"], "lost": lost,
+            "saves": play.book.counters.saves, "restores": play.book.counters.restores,
+            "phantom_hits": play.book.counters.phantom_hits}
+
+
+def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
+    "The figures as a table, and what the costliest ask lost."
+    lines = [(r["workload"], r["asks"], f"{r['prompt_tokens']:,}",
+              f"{r['oracle_tokens']:,}", f"{r['computed_tokens']:,}",
+              f"{r['efficiency']:.3f}", f"{100 * r['hit_tokens']:.1f}",
+              f"{100 * r['hit_tokens_oracle']:.1f}", f"{r['score']:.1f} {r['grade']}",
+              r["saves"], r["restores"]) for r in rows]
+    out = [f"~ what toki would compute: {fmt_n(s.slots)} slots of {fmt_n(s.context)} "
+           f"tokens, {s.kind}, seed {s.seed}; no engine was asked", "",
+           table(lines, ("workload", "asks", "prompt", "oracle", "~computed",
+                         "~efficiency", "~hit %", "possible", "~score", "saves",
+                         "restores"))]
+    for r in rows:
+        if r["efficiency"] < .97 and r["lost"]:
+            worst = r["lost"][0]
+            out.append(f"{r['workload']}: ask {worst['ask']} computes "
+                       f"{worst['beyond']:,} tokens more than the oracle "
+                       f"({worst['why']})")
+    return "\n".join(out)
+
+
+# ============================================================================
+# 64. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine, check_lines, safe_log, bundle.
 # ============================================================================
@@ -24138,7 +24440,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 64. PAGE - the web page as one readable text.
+# 65. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -25867,7 +26169,7 @@ loadModels();
 
 
 # ============================================================================
-# 65. WEB - a second door to a running daemon, with TLS, for browsers.
+# 66. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -26020,7 +26322,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 66. COMMANDS - one function per subcommand, then main.
+# 67. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
@@ -26846,6 +27148,30 @@ def cmd_bench(c: Context) -> int:
     return 0
 
 
+@_command(_arg("--workload", nargs="+", choices=sorted(WORKLOADS), metavar="NAME",
+               help="only these: " + ", ".join(WORKLOADS)),
+          _arg("--slots", type=int, default=Supposed().slots,
+               help="slots of the supposed engine"),
+          _arg("--kind", default=Supposed().kind, choices=SIM_KINDS,
+               help="how its model's memory can be reused (README, limits)"),
+          _arg("--window", type=int, default=Supposed().window,
+               help="tokens of a sliding window"),
+          _arg("--context", type=int, default=Supposed().context,
+               help="tokens of context a slot; the workloads are sized by it"),
+          _arg("--seed", type=int, default=1, help="another seed, other texts"),
+          _arg("--prefill-ms", type=float, default=Supposed().prefill_ms,
+               help="milliseconds that a token of a prompt takes"),
+          _JSON, settings=())
+def cmd_simulate(c: Context) -> int:
+    """Estimate what the bench's workloads would compute, without engine and model."""
+    supposed = Supposed(c.ns.slots, c.ns.kind, c.ns.context, c.ns.seed,
+                        max(0.01, c.ns.prefill_ms), window=c.ns.window)
+    rows = [simulate(name, supposed) for name in c.ns.workload or WORKLOADS]
+    c.say(json.dumps({"schema": 1, "supposed": supposed._asdict(), "rows": rows})
+          if c.ns.json else simulation_text(rows, supposed))
+    return 0
+
+
 def _bench_file(c: Context, path: str) -> dict:
     "A result of an earlier bench; UsageError for anything else."
     with contextlib.suppress(ValueError):
@@ -26893,7 +27219,7 @@ def _bench_workloads(c: Context, where: Places, binary: str, model: str) -> int:
                            bench_page(result).encode())
     c.say(json.dumps(result) if quiet else "\n" + bench_text(result) + "\n\nresult: "
           + store + (f"\npage: {c.ns.html}" if c.ns.html else ""))
-    return 0
+    return 1 if result["broken"] else 0
 
 
 def _bench_situations(c: Context, where: Places, binary: str, model: str) -> list:
