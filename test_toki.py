@@ -5123,7 +5123,7 @@ class KeeperRoom(Case):
         c = Client(d)
         fake.hold("prefill", after=128)
         sock = c.open_stream(say(1, 300))
-        self.until(lambda: fake.frozen)
+        self.until(lambda: fake.frozen and any(s.ready for s in d.keeper.book.slots))
         sock.close()
         time.sleep(0.2)
         fake.release()
