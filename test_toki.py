@@ -11213,6 +11213,8 @@ class RealInstall(Real):
         while d.keeper.state != "ready" and time.monotonic() < end:
             time.sleep(0.05)
         self.assertEqual(d.keeper.state, "ready", d.keeper.trouble)
+        self.until(lambda: toki.effective_shape(toki.REAL, d.where, model),
+                   "the shape it runs with is kept")
         d.close()
         return started[-1], len(started)
 
