@@ -1222,6 +1222,28 @@ def asks_raw(body: Any, headers: dict) -> bool:
     return mode == "raw" or isinstance(body, dict) and body.get("cache_prompt") is False
 
 
+def _kept_fields(route: str, body: dict, limit: Optional[int]) -> tuple:
+    "(the fields that go on to the engine, in its words; what was changed)."
+    kept = {k: v for k, v in body.items() if k not in _CONTROLS}
+    told: list = []
+    if route == "chat":
+        kept["messages"] = _plain_assistants(kept["messages"])
+        told = _one_tool(kept)
+        if kept.get("tools") and kept.get("logprobs") is True:
+            # Beside tools the engine refuses these for a stream, which every ask is
+            # here, but takes its own word for them (20 is its default).
+            top = _count(kept, "top_logprobs", 0, 1000)
+            kept = {k: v for k, v in kept.items() if k not in ("logprobs",
+                                                               "top_logprobs")}
+            kept["n_probs"] = 20 if top is None else max(1, top)
+    if "stop" in kept:                   # an empty stop string would stop at once
+        stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
+        kept["stop"] = [s for s in stops if s not in ("", None)]
+    if "max_completion_tokens" in kept and limit is not None:
+        kept.pop("max_tokens", None)     # the newer name wins
+    return kept, told
+
+
 def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
               client: str = "") -> Request:
     """Understand a chat or completions body; raises BadAsk naming the parameter.
@@ -1259,23 +1281,7 @@ def parse_ask(route: str, body: Any, headers: Optional[dict] = None,
     session = _session_of(body, headers)
     named_by, named = _conversation(body, session)
     parent = headers.get(_PARENT_HEADER, "")
-    kept = {k: v for k, v in body.items() if k not in _CONTROLS}
-    told: list = []
-    if route == "chat":
-        kept["messages"] = _plain_assistants(kept["messages"])
-        told = _one_tool(kept)
-        if kept.get("tools") and kept.get("logprobs") is True:
-            # Beside tools the engine refuses these for a stream, which every ask is
-            # here, but takes its own word for them (20 is its default).
-            top = _count(kept, "top_logprobs", 0, 1000)
-            kept = {k: v for k, v in kept.items() if k not in ("logprobs",
-                                                               "top_logprobs")}
-            kept["n_probs"] = 20 if top is None else max(1, top)
-    if "stop" in kept:                   # an empty stop string would stop at once
-        stops = kept["stop"] if isinstance(kept["stop"], list) else [kept["stop"]]
-        kept["stop"] = [s for s in stops if s not in ("", None)]
-    if "max_completion_tokens" in kept and limit is not None:
-        kept.pop("max_tokens", None)     # the newer name wins
+    kept, told = _kept_fields(route, body, limit)
     model = body.get("model")
     return Request(
         route, kept, stream, asks_raw(body, headers),
@@ -16217,7 +16223,7 @@ ROUTES = (
     Route("GET", "/toki/why/{ask}", "token", "why_ask",
           "why an ask computed what it did, with the differing text"),
     Route("POST", "/toki/forget", "token", "forget",
-          "purge the token ids of the history"),
+          "purge the token ids of the history and the text in recall.db"),
     Route("POST", "/toki/use", "token", "use", "change over to a registered model"),
     Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
 )
