@@ -1786,7 +1786,7 @@ class House(Case):
                  "ENGINE": {"os", "threading"}, "LEDGER": {"threading", "sqlite3"},
                  "RECALL": {"threading", "sqlite3"},
                  "SHELF": {"os", "threading", "sqlite3"},
-                 "KEEPER": {"threading"}, "FLEET": {"threading"}, "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
+                 "KEEPER": {"threading"}, "FLEET": {"threading"}, "RELAY": set(), "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
                  "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
                  "MODELS": {"os", "shutil"}, "PULL": {"os"},
                  "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
@@ -5339,9 +5339,9 @@ class Http(Case):
 
 
 # ============================================================================
-# GATEWAY
+# RELAY
 # ============================================================================
-class GatewayRoom(Case):
+class RelayRoom(Case):
     def test_output_is_clamped_and_said(self):
         "Agents ask for 32,000 tokens wherever they are."
         fake, bodies = self.fake(n_ctx=1024), []
@@ -5350,36 +5350,6 @@ class GatewayRoom(Case):
         reply = Client(self.daemon(fake)).chat(say(1, 60), 32000)
         self.assertEqual(bodies[-1]["max_tokens"], 1024 - reply["usage"]["prompt_tokens"])
         self.assertEqual(reply["cache"]["steadied"], ["max_tokens"])
-
-    def test_doors_that_are_not_here_say_so(self):
-        "WebSockets, codings, old fields and the probes of other brands: JSON, at once."
-        c = Client(self.daemon(self.fake()))
-        code, _, payload = c.http("GET", "/v1/responses", headers={
-            "Connection": "Upgrade", "Upgrade": "websocket"})
-        self.assertEqual(code, 426)
-        self.assertIn("WebSocket", json.loads(payload)["error"]["message"])
-        for path in ("/api/v1/models", "/api/show", "/api/tags", "/v1/props", "/props",
-                     "/version", "/completion", "/infill", "/v1/responses/compact"):
-            for method in ("GET", "POST"):
-                code, _, payload = c.http(method, path, {} if method == "POST" else None)
-                self.assertIn(code, (404, 405), path)
-                self.assertTrue(json.loads(payload)["error"]["message"], path)
-        error = c.chat("x", 4, 400, functions=[{"name": "f"}])["error"]
-        self.assertEqual(error["param"], "functions")
-
-    def test_zstd_where_python_can(self):
-        c = Client(self.daemon(self.fake()))
-        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-        try:
-            from compression import zstd
-            raw, status = zstd.compress(json.dumps(body).encode()), 200
-        except ImportError:
-            raw, status = b"(\xb5/\xfd", 415
-        code, _, payload = c.http("POST", "/v1/chat/completions", raw=raw,
-                                  headers={"Content-Encoding": "zstd"})
-        self.assertEqual(code, status, payload)
-        if status == 415:
-            self.assertIn("gzip", json.loads(payload)["error"]["message"])
 
     def test_plain_reply_equals_the_engines_but_for_cache(self):
         fake = self.fake()
@@ -5435,31 +5405,6 @@ class GatewayRoom(Case):
         self.assertFalse([e for e in c.stream("a b c") if "prompt_progress" in e])
         self.assertTrue([e for e in c.stream("d e f", return_progress=True)
                          if "prompt_progress" in e])
-
-    def test_names_are_echoed_and_never_refused(self):
-        "F-39, F-40."
-        d = self.daemon(self.fake(model="real-name"))
-        c = Client(d)
-        self.assertEqual(c.chat("x", model="gpt-5")["model"], "gpt-5")
-        self.assertEqual({e["model"] for e in c.stream("x", model="claude-x")[:-1]},
-                         {"claude-x"})
-        for name in (None, ""):
-            self.assertEqual(c.chat("x", model=name)["model"], "real-name")
-        strict = Client(self.daemon(self.fake(model="m"), strict_models="on"))
-        self.assertEqual(strict.chat("x", model="gpt-5", status=404)["error"]["code"],
-                         "model_not_found")
-        self.assertEqual(strict.chat("x", model="m")["model"], "m")
-
-    def test_models_carry_the_true_context_under_every_name(self):
-        c = Client(self.daemon(self.fake(n_ctx=4096, model="m")))
-        entry = c.json("GET", "/v1/models")["data"][0]
-        for name in ("context_length", "context_window", "contextWindow",
-                     "max_model_len", "n_ctx"):
-            self.assertEqual(entry[name], 4096)
-        for name in ("object", "type", "display_name", "created", "created_at",
-                     "owned_by", "max_output_tokens", "max_completion_tokens"):
-            self.assertIn(name, entry)
-        self.assertEqual(c.json("GET", "/v1/models/anything")["id"], "anything")
 
     def test_n_and_array_prompts(self):
         fake = self.fake()
@@ -5563,30 +5508,6 @@ class GatewayRoom(Case):
         last = json.loads(payload.decode().strip().split("\n\n")[-1][6:])
         self.assertIn("engine", last["error"]["message"])
 
-    def test_pictures(self):
-        "F-19: refused for a model without eyes; forwarded, never matched, with them."
-        content = [{"type": "text", "text": "what is this? " + say(1, 50)},
-                   {"type": "image_url", "image_url": {
-                       "url": "data:image/png;base64," + "QUJD" * 100}}]
-        blind = Client(self.daemon(self.fake()))
-        error = blind.chat([{"role": "user", "content": content}], status=400)["error"]
-        self.assertIn("cannot see pictures", error["message"])
-        self.assertNotIn("QUJD", error["message"])
-        fake = self.fake(vision=True)
-        d = self.daemon(fake)
-        seeing = Client(d)
-        for turn in range(2):
-            reply = seeing.chat([{"role": "user", "content": content}])
-            self.assertEqual(reply["cache"]["expected_tokens"], 0)
-        self.assertEqual(len({s.slot for s in d.keeper.book.slots if s.opaque}), 1)
-        self.assertEqual(seeing.chat("text only")["cache"]["key_match"], False)
-
-    def test_text_part_lists_work_for_every_role(self):
-        c = Client(self.daemon(self.fake()))
-        part = [{"type": "text", "text": "hello"}]
-        c.chat([{"role": "system", "content": part}, {"role": "user", "content": part},
-                {"role": "assistant", "content": part}, {"role": "user", "content": part}])
-
     def test_heartbeats_are_real_events(self):
         "F-28: first one after a while, with the estimate; one id for the whole stream."
         fake = self.fake()
@@ -5651,6 +5572,129 @@ class GatewayRoom(Case):
         self.until(lambda: any(s.busy for s in fake.slots))
         sock.close()
         self.until(lambda: not any(s.busy for s in fake.slots), seconds=4)
+
+    def test_headers_tell_the_plan(self):
+        c = Client(self.daemon(self.fake()))
+        body = {"messages": [{"role": "user", "content": say(1)}], "stream": True,
+                "max_tokens": 2}
+        c.http("POST", "/v1/chat/completions", body)
+        _, headers, _ = c.http("POST", "/v1/chat/completions", body)
+        self.assertEqual(headers["x-toki-source"], "resident")
+        self.assertEqual(headers["x-toki-slot"], "0")
+        self.assertIn("goes on", headers["x-toki-why"])
+        self.assertEqual(headers["cache-control"], "no-cache")
+        self.assertEqual(headers["x-accel-buffering"], "no")
+
+    def test_characters_survive_byte_boundaries(self):
+        "F-15: the relay passes bytes; a picture of every plane."
+        fake = self.fake()
+        c = Client(self.daemon(fake))
+        text = "é 漢字 😀 \u2028 end"
+        echo = c.chat("x", 2, stop=[text])
+        self.assertEqual(echo["choices"][0]["finish_reason"], "length")
+        body = next(b for m, p, b in fake.log if p == "/v1/chat/completions")
+        self.assertEqual(body["stop"], [text])
+
+    def test_256_streams_lose_nothing(self):
+        fake = self.fake(slots=64)
+        d = self.daemon(fake)
+        c = Client(d)
+        out, lock = [], threading.Lock()
+
+        def run(i):
+            events = c.stream(f"stream {i}", 20)
+            with lock:
+                out.append((len(text_of(events)) > 0, events[-1]))
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(256)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        self.assertEqual(out, [(True, "[DONE]")] * 256)
+
+
+# ============================================================================
+# GATEWAY
+# ============================================================================
+class GatewayRoom(Case):
+    def test_doors_that_are_not_here_say_so(self):
+        "WebSockets, codings, old fields and the probes of other brands: JSON, at once."
+        c = Client(self.daemon(self.fake()))
+        code, _, payload = c.http("GET", "/v1/responses", headers={
+            "Connection": "Upgrade", "Upgrade": "websocket"})
+        self.assertEqual(code, 426)
+        self.assertIn("WebSocket", json.loads(payload)["error"]["message"])
+        for path in ("/api/v1/models", "/api/show", "/api/tags", "/v1/props", "/props",
+                     "/version", "/completion", "/infill", "/v1/responses/compact"):
+            for method in ("GET", "POST"):
+                code, _, payload = c.http(method, path, {} if method == "POST" else None)
+                self.assertIn(code, (404, 405), path)
+                self.assertTrue(json.loads(payload)["error"]["message"], path)
+        error = c.chat("x", 4, 400, functions=[{"name": "f"}])["error"]
+        self.assertEqual(error["param"], "functions")
+
+    def test_zstd_where_python_can(self):
+        c = Client(self.daemon(self.fake()))
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        try:
+            from compression import zstd
+            raw, status = zstd.compress(json.dumps(body).encode()), 200
+        except ImportError:
+            raw, status = b"(\xb5/\xfd", 415
+        code, _, payload = c.http("POST", "/v1/chat/completions", raw=raw,
+                                  headers={"Content-Encoding": "zstd"})
+        self.assertEqual(code, status, payload)
+        if status == 415:
+            self.assertIn("gzip", json.loads(payload)["error"]["message"])
+
+    def test_names_are_echoed_and_never_refused(self):
+        "F-39, F-40."
+        d = self.daemon(self.fake(model="real-name"))
+        c = Client(d)
+        self.assertEqual(c.chat("x", model="gpt-5")["model"], "gpt-5")
+        self.assertEqual({e["model"] for e in c.stream("x", model="claude-x")[:-1]},
+                         {"claude-x"})
+        for name in (None, ""):
+            self.assertEqual(c.chat("x", model=name)["model"], "real-name")
+        strict = Client(self.daemon(self.fake(model="m"), strict_models="on"))
+        self.assertEqual(strict.chat("x", model="gpt-5", status=404)["error"]["code"],
+                         "model_not_found")
+        self.assertEqual(strict.chat("x", model="m")["model"], "m")
+
+    def test_models_carry_the_true_context_under_every_name(self):
+        c = Client(self.daemon(self.fake(n_ctx=4096, model="m")))
+        entry = c.json("GET", "/v1/models")["data"][0]
+        for name in ("context_length", "context_window", "contextWindow",
+                     "max_model_len", "n_ctx"):
+            self.assertEqual(entry[name], 4096)
+        for name in ("object", "type", "display_name", "created", "created_at",
+                     "owned_by", "max_output_tokens", "max_completion_tokens"):
+            self.assertIn(name, entry)
+        self.assertEqual(c.json("GET", "/v1/models/anything")["id"], "anything")
+
+    def test_pictures(self):
+        "F-19: refused for a model without eyes; forwarded, never matched, with them."
+        content = [{"type": "text", "text": "what is this? " + say(1, 50)},
+                   {"type": "image_url", "image_url": {
+                       "url": "data:image/png;base64," + "QUJD" * 100}}]
+        blind = Client(self.daemon(self.fake()))
+        error = blind.chat([{"role": "user", "content": content}], status=400)["error"]
+        self.assertIn("cannot see pictures", error["message"])
+        self.assertNotIn("QUJD", error["message"])
+        fake = self.fake(vision=True)
+        d = self.daemon(fake)
+        seeing = Client(d)
+        for turn in range(2):
+            reply = seeing.chat([{"role": "user", "content": content}])
+            self.assertEqual(reply["cache"]["expected_tokens"], 0)
+        self.assertEqual(len({s.slot for s in d.keeper.book.slots if s.opaque}), 1)
+        self.assertEqual(seeing.chat("text only")["cache"]["key_match"], False)
+
+    def test_text_part_lists_work_for_every_role(self):
+        c = Client(self.daemon(self.fake()))
+        part = [{"type": "text", "text": "hello"}]
+        c.chat([{"role": "system", "content": part}, {"role": "user", "content": part},
+                {"role": "assistant", "content": part}, {"role": "user", "content": part}])
 
     def test_paths_in_every_spelling(self):
         "F-27, F-38."
@@ -5731,28 +5775,6 @@ class GatewayRoom(Case):
         self.assertEqual(c.json("GET", "/health")["status"], "ok")
         self.assertIn("asks 2: 1 hits", toki.status_text(state))
 
-    def test_headers_tell_the_plan(self):
-        c = Client(self.daemon(self.fake()))
-        body = {"messages": [{"role": "user", "content": say(1)}], "stream": True,
-                "max_tokens": 2}
-        c.http("POST", "/v1/chat/completions", body)
-        _, headers, _ = c.http("POST", "/v1/chat/completions", body)
-        self.assertEqual(headers["x-toki-source"], "resident")
-        self.assertEqual(headers["x-toki-slot"], "0")
-        self.assertIn("goes on", headers["x-toki-why"])
-        self.assertEqual(headers["cache-control"], "no-cache")
-        self.assertEqual(headers["x-accel-buffering"], "no")
-
-    def test_characters_survive_byte_boundaries(self):
-        "F-15: the relay passes bytes; a picture of every plane."
-        fake = self.fake()
-        c = Client(self.daemon(fake))
-        text = "é 漢字 😀 \u2028 end"
-        echo = c.chat("x", 2, stop=[text])
-        self.assertEqual(echo["choices"][0]["finish_reason"], "length")
-        body = next(b for m, p, b in fake.log if p == "/v1/chat/completions")
-        self.assertEqual(body["stop"], [text])
-
     def test_bad_bodies(self):
         c = Client(self.daemon(self.fake()))
         for raw, words in ((b"{bad", "not JSON"), (b"[]", "not an object"),
@@ -5762,23 +5784,6 @@ class GatewayRoom(Case):
             error = json.loads(payload)["error"]
             self.assertEqual((code, error["type"]), (400, "invalid_request_error"))
             self.assertIn(words, error["message"])
-
-    def test_256_streams_lose_nothing(self):
-        fake = self.fake(slots=64)
-        d = self.daemon(fake)
-        c = Client(d)
-        out, lock = [], threading.Lock()
-
-        def run(i):
-            events = c.stream(f"stream {i}", 20)
-            with lock:
-                out.append((len(text_of(events)) > 0, events[-1]))
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(256)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(60)
-        self.assertEqual(out, [(True, "[DONE]")] * 256)
 
 
 # ============================================================================
@@ -17714,7 +17719,7 @@ REPORTS = {
             "FallbackRoute.test_every_template_takes_every_history "
             "FromChat.test_call_ids_missing_or_repeated "
             "OutputsRoom.test_calls_from_odd_backends",
-    "F-04": "GatewayRoom.test_stream_shape",
+    "F-04": "RelayRoom.test_stream_shape",
     "F-05": "FieldReports.test_a_call_without_text_has_one_form "
             "Wire.test_bad_bodies_name_the_parameter",
     "F-06": "FallbackRoute.test_every_template_takes_every_history "
@@ -17729,10 +17734,10 @@ REPORTS = {
             "RealFallback.test_every_template_takes_every_history",
     "F-09": "RecallRoom.test_a_lossy_copy_is_put_right "
             "Replay.test_lossy_copies_are_put_right",
-    "F-10": "GatewayRoom.test_stream_shape FieldReports.test_usage_by_what_was_asked",
+    "F-10": "RelayRoom.test_stream_shape FieldReports.test_usage_by_what_was_asked",
     "F-11": "FieldReports.test_log_probabilities "
             "FieldReports.test_log_probabilities_of_texts Wire.test_bad_bodies_name_the_parameter",
-    "F-12": "GatewayRoom.test_stops_tools_and_text_completions "
+    "F-12": "RelayRoom.test_stops_tools_and_text_completions "
             "FromChat.test_stop_reasons "
             "Wire.test_output_limit_newer_name_wins_and_empty_stops_vanish",
     "F-13": "FieldReports.test_text_held_back_for_a_stop_is_neither_lost_nor_doubled",
@@ -17740,8 +17745,8 @@ REPORTS = {
             "FieldReports.test_output_limits_in_every_dialect "
             "OutputsRoom.test_the_limit_is_told_only_to_whom_set_it",
     "F-15": "Wire.test_events_split_anywhere "
-            "GatewayRoom.test_characters_survive_byte_boundaries",
-    "F-16": "GatewayRoom.test_overflow_is_refused_before_anything_starts "
+            "RelayRoom.test_characters_survive_byte_boundaries",
+    "F-16": "RelayRoom.test_overflow_is_refused_before_anything_starts "
             "FromChat.test_the_words_by_which_agents_compact "
             "OutputsRoom.test_failures_in_band",
     "F-17": "FieldReports.test_a_full_context_ends_the_reply",
@@ -17763,18 +17768,18 @@ REPORTS = {
     "F-25": "ToChat.test_assistant_turns FromChat.test_order_of_events",
     "F-26": "FromChat.test_usage Seam.test_hits_are_told_in_the_words_of_the_dialect",
     "F-27": "GatewayRoom.test_paths_in_every_spelling Seam.test_doors",
-    "F-28": "GatewayRoom.test_heartbeats_are_real_events "
-            "GatewayRoom.test_waiting_for_a_slot_beats_too "
+    "F-28": "RelayRoom.test_heartbeats_are_real_events "
+            "RelayRoom.test_waiting_for_a_slot_beats_too "
             "ResponsesRoute.test_waiting_is_told_before_the_first_token "
             "Seam.test_silence_and_death",
     "F-29": "FieldReports.test_patience_runs_from_the_last_sign_of_progress",
     "F-30": "KeeperRoom.test_absent_engine_503_with_retry_after_then_served",
     "F-31": "KeeperRoom.test_absent_engine_503_with_retry_after_then_served "
             "KeeperRoom.test_an_engine_that_dies_before_the_first_byte_is_asked_again",
-    "F-32": "GatewayRoom.test_a_plain_clients_exit_stops_the_engine "
-            "GatewayRoom.test_a_client_that_leaves_while_waiting_is_forgotten "
+    "F-32": "RelayRoom.test_a_plain_clients_exit_stops_the_engine "
+            "RelayRoom.test_a_client_that_leaves_while_waiting_is_forgotten "
             "KeeperRoom.test_cancelled_asks_free_the_slot_and_keep_the_prefix",
-    "F-33": "GatewayRoom.test_errors_inside_a_stream "
+    "F-33": "RelayRoom.test_errors_inside_a_stream "
             "FromChat.test_errors_inside_a_stream OutputsRoom.test_failures_in_band",
     "F-34": "Wire.test_events_split_anywhere Wire.test_engine_errors_in_openais_shape",
     "F-35": "Http.test_encodings",
@@ -18544,7 +18549,7 @@ ROOMS = {
     "KEEPER": (KeeperRoom,), "FLEET": (Fleet,), "HTTP": (Http,),
     "AGENTS": (AgentsRoom, AgentShapes), "LAUNCH": (LaunchRoom,),
     "WIRED": (WiredRoom,),
-    "GATEWAY": (GatewayRoom, Sdks, ResponsesRoute),
+    "RELAY": (RelayRoom,), "GATEWAY": (GatewayRoom, Sdks, ResponsesRoute),
     "INSTALL": (Install, InstallLlama, Compile, InstallScript,
                 InstallBat),
     "STACK": (Stack,), "SERVICE": (Service,),
@@ -18604,7 +18609,7 @@ def run_side_by_side(names):
     with concurrent.futures.ProcessPoolExecutor(
             (os.cpu_count() or 1) + 2, multiprocessing.get_context("fork")) as pool:
         # Those that wait longest begin first.
-        first = ("InstallScript", "ShelfRoom", "Terminal", "GatewayRoom", "WhyRoom",
+        first = ("InstallScript", "ShelfRoom", "Terminal", "RelayRoom", "WhyRoom",
                  "KeeperRoom", "Properties", "Sdks", "FieldReports")
         order = sorted(names, key=lambda n: first.index(n) if n in first else 99)
         for done in pool.map(run_cases, [[n] for n in order]):

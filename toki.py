@@ -61,31 +61,32 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     40 KEEPER    the only coordinator: plan, lease, settle; owns the lock
     41 CERTIFY   may restored contexts be trusted here?
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    43 FLEET     one
+    43 FLEET     one engine, several models: whose turn is it?
     44 HTTP      framing, limits, deadlines: a server made of http.server
-    45 GATEWAY   routes: bytes in and out, never decides
-    46 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    47 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    48 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    49 PROBE     does this engine run here, and on the device that was asked for?
-    50 MODELS    the models of this machine: registered, imported, checked, removed
-    51 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    52 INSTALL   get an engine and a starter model
-    53 STACK     up, down, status: engine and daemon as one thing
-    54 LAUNCH    start an agent, pinned to the model that runs here
-    55 WIRED     a client's own configuration that points here until it is taken back
-    56 SERVICE   toki as a service of this user: install, remove, status
-    57 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    58 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    59 TOP       what runs, what is held and what each ask cost, live
-    60 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    61 BENCH     toki's own cost, soak, and the everyday situations
-    62 RUNS      workloads played on three arms of one engine build, ask by ask
-    63 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    64 DOCTOR    is everything fit, and if not, what to do
-    65 PAGE      the web page as one readable text
-    66 WEB       a second door to a running daemon, with TLS, for browsers
-    67 COMMANDS  one function per subcommand, then main
+    45 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    46 GATEWAY   routes: bytes in and out, never decides
+    47 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    48 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    49 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    50 PROBE     does this engine run here, and on the device that was asked for?
+    51 MODELS    the models of this machine: registered, imported, checked, removed
+    52 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    53 INSTALL   get an engine and a starter model
+    54 STACK     up, down, status: engine and daemon as one thing
+    55 LAUNCH    start an agent, pinned to the model that runs here
+    56 WIRED     a client's own configuration that points here until it is taken back
+    57 SERVICE   toki as a service of this user: install, remove, status
+    58 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    59 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    60 TOP       what runs, what is held and what each ask cost, live
+    61 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    62 BENCH     toki's own cost, soak, and the everyday situations
+    63 RUNS      workloads played on three arms of one engine build, ask by ask
+    64 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    65 DOCTOR    is everything fit, and if not, what to do
+    66 PAGE      the web page as one readable text
+    67 WEB       a second door to a running daemon, with TLS, for browsers
+    68 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -16175,79 +16176,31 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 # ============================================================================
-# 45. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK,
-#    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, FLEET, HTTP.
-#    offers: Gateway, ROUTES, Route, page_headers, prometheus.
+# 45. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+#    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
+#    RECALL, MOVES, KEEPER, HTTP.
+#    offers: Relay, send_error, new_id, allowed_silence_s.
+#
+#    A reply is relayed as it comes or assembled for a client that does not stream; each
+#    kind knows how to begin, to beat while nothing comes, to end and to fail.  While
+#    anything is waited for, the client is watched: one that leaves cancels its ask.
 # ============================================================================
 _MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
 
 
-class Route(NamedTuple):
-    method: str
-    path: str
-    auth: str                # "open" on loopback | "token" | "page": always open
-    handler: str
-    help: str
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
 
 
-ROUTES = (
-    Route("GET", "/", "page", "page", "the web page: chat, and what the cache does"),
-    Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
-    Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
-    Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
-    Route("POST", "/v1/responses/input_tokens", "open", "count_tokens",
-          "tokens of a responses body, nothing computed"),
-    Route("POST", "/v1/embeddings", "open", "embeddings",
-          "embeddings, on an engine given for them"),
-    Route("POST", "/v1/messages", "token", "messages",
-          "Anthropic messages; every route also under /anthropic"),
-    Route("POST", "/v1/messages/count_tokens", "token", "count_tokens",
-          "tokens of a messages body, nothing computed"),
-    Route("GET", "/api/hello", "open", "hello", "a client's first look"),
-    Route("GET", "/v1/models", "open", "models",
-          "the served model and its true context"),
-    Route("GET", "/v1/models/{id}", "open", "model", "one model"),
-    Route("POST", "/tokenize", "open", "tokenize", "token ids of a text"),
-    Route("GET", "/health", "open", "health", "200 when asks can be served, else 503"),
-    Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
-    Route("GET", "/toki/state", "open", "state",
-          "the state document behind every face"),
-    Route("GET", "/toki/events", "token", "events",
-          "what changes in it, as server-sent events"),
-    Route("POST", "/toki/diff", "open", "diff",
-          "how two replies differ: class and first difference"),
-    Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
-    Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
-          ", ".join(DESK_VERBS)),
-    Route("GET", "/toki/why/{ask}", "token", "why_ask",
-          "why an ask computed what it did, with the differing text"),
-    Route("POST", "/toki/forget", "token", "forget",
-          "purge the token ids of the history and the text in recall.db"),
-    Route("POST", "/toki/use", "token", "use", "change over to a registered model"),
-    Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
-)
-
-
-def normal_path(path: str) -> str:
-    "One spelling for a path: //v1//models/ and /v1/v1/models mean the plain one."
-    parts = [p for p in urllib.parse.unquote(path).split("/") if p]
-    parts = parts[1:] if parts[:1] == ["anthropic"] else parts
-    while len(parts) > 1 and parts[0] == parts[1] == "v1":
-        parts.pop(0)
-    if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"],
-                     ["responses"]):
-        parts.insert(0, "v1")
-    return "/" + "/".join(parts)
-
-
-def dialect_of(path: str) -> Optional[Dialect]:
-    "Whose words a path is answered in; None: OpenAI's."
-    plain = normal_path(path)
-    if plain.startswith("/v1/responses"):
-        return RESPONSES
-    own = path.lstrip("/").startswith("anthropic/")
-    return ANTHROPIC if own or plain.startswith("/v1/messages") else None
+def send_error(x: Exchange, error: TokiError, dialect: Optional[Dialect]) -> None:
+    "An error reply with its real status, in the words of the dialect; None: OpenAI's."
+    if dialect is not None:
+        name = new_id("req")
+        status, envelope = dialect.error(error, name)
+        x.send_json(status, envelope, dialect.headers(error, name))
+        return
+    x.send_json(error.status, error_object(error), {
+        "Retry-After": str(max(1, round(error.retry_s)))} if error.retry_s else {})
 
 
 def allowed_silence_s(config: Config, headers: Any) -> float:
@@ -16264,49 +16217,13 @@ def allowed_silence_s(config: Config, headers: Any) -> float:
     return max([config.backend_timeout, *(w + 60 for w in waits)])
 
 
-_DIFF_MOST = 1 << 20         # characters of two texts together
-
-
-def page_headers(page: str) -> dict:
-    """Headers that let the page's own style and script run, known by their digests,
-    and nothing else: no other host, no frame, no markup made of text."""
-    def digests(tag: str) -> str:
-        return " ".join(
-            "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()
-                                          ).decode() + "'"
-            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S))
-    return {"Content-Security-Policy":
-            f"default-src 'none'; script-src {digests('script')}; "
-            f"style-src {digests('style')}; connect-src 'self'; img-src data:; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-            "require-trusted-types-for 'script'; trusted-types 'none'",
-            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-cache"}
-
-
-def prometheus(state: dict) -> str:
-    "The counters of the state document in Prometheus' text format."
-    lines = []
-    for name, help_text in Counters.NAMES.items():
-        lines += [f"# HELP toki_{name}_total {help_text}",
-                  f"# TYPE toki_{name}_total counter",
-                  f"toki_{name}_total {state['counters'][name]}"]
-    for name, value in (("slots", len(state["slots"])),
-                        ("slots_busy", sum(bool(s["busy"]) for s in state["slots"])),
-                        ("asks_waiting", state["waiting"]),
-                        ("asks_open", state["open"]),
-                        ("engine_ready", int(state["engine"]["state"] == "ready"))):
-        lines += [f"# TYPE toki_{name} gauge", f"toki_{name} {value}"]
-    return "\n".join(lines) + "\n"
-
-
 class _Reply:
     "What both kinds of reply share: the watch over the client, and the ask's clock."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        self.gateway, self.x, self.request = gateway, x, request
-        self.dialect = dialect_of(x.asked)
-        self.keeper = gateway.keeper
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        self.relay, self.x, self.request = relay, x, request
+        self.dialect, self.keeper = dialect, relay.keeper
         self.index = 0                   # of the ask being answered
         self.ttft_ms: Optional[float] = None
         self.timings: Optional[Timings] = None
@@ -16319,12 +16236,12 @@ class _Reply:
         x = self.x
         self.phase = phase
         watched = x.watched()
-        if watched and self.gateway.edges.net.readable(watched, 0) and x.gone():
+        if watched and self.relay.edges.net.readable(watched, 0) and x.gone():
             raise ClientGone()
 
     def first_token(self) -> None:
         if self.ttft_ms is None:
-            self.ttft_ms = (self.gateway.edges.clock.now() - self.x.began) * 1000
+            self.ttft_ms = (self.relay.edges.clock.now() - self.x.began) * 1000
 
     def finished(self, lease: Lease, timings: Timings) -> None:
         "The engine's last word: settle at once, so that the next turn finds its slot."
@@ -16333,10 +16250,9 @@ class _Reply:
                      self.sums[1] + timings.predicted_n, self.sums[2] + timings.cache_n]
         lease.settle(timings)
         rate = self.keeper.book.rates.prefill_ms
-        report = cache_report(lease, timings, self.ttft_ms, rate,
-                              self.gateway.why(lease))
+        report = cache_report(lease, timings, self.ttft_ms, rate, self.relay.why(lease))
         report["total_ms"] = round(
-            (self.gateway.edges.clock.now() - self.x.began) * 1000, 1)
+            (self.relay.edges.clock.now() - self.x.began) * 1000, 1)
         if self.cache:                   # several asks behind one request
             for name in report["from_engine"]:
                 report[name] += self.cache[name]
@@ -16356,8 +16272,9 @@ class _Reply:
 class _PlainReply(_Reply):
     "Assembles the stream of the engine into the reply the client asked for."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        super().__init__(gateway, x, request)
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        super().__init__(relay, x, request, dialect)
         self.parts: list = []            # the replies of the single asks
 
     def start(self, lease: Lease, many: int) -> None:
@@ -16400,23 +16317,24 @@ class _PlainReply(_Reply):
         if self.request.model:
             reply["model"] = self.request.model
         reply["cache"] = self.cache
-        self.gateway.remember(self)
+        self.relay.remember(self)
         if self.dialect is not None:
-            reply = self.dialect.reply(reply, self.request, self.gateway.new_id(
-                self.dialect.prefix), self.gateway.model_name())
-        self.gateway.responded(self.request, reply)
+            reply = self.dialect.reply(reply, self.request, new_id(
+                self.dialect.prefix), self.relay.model_name())
+        self.relay.responded(self.request, reply)
         self.x.send_json(200, reply)
 
     def fail(self, error: TokiError) -> None:
-        self.gateway.send_error(self.x, error)
+        send_error(self.x, error, self.dialect)
 
 
 class _StreamReply(_Reply):
     "Relays events as they come; only the few that must change are parsed."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        super().__init__(gateway, x, request)
-        config = gateway.config
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        super().__init__(relay, x, request, dialect)
+        config = relay.config
         self.head: dict = {}             # id, created, model of this stream
         self.beat_at = x.began + config.heartbeat_first
         self.replace: list = []          # (bytes of the engine, our bytes)
@@ -16445,23 +16363,23 @@ class _StreamReply(_Reply):
 
     def tick(self, phase: str) -> None:
         super().tick(phase)
-        if self.gateway.edges.clock.now() >= self.beat_at:
+        if self.relay.edges.clock.now() >= self.beat_at:
             self.heartbeat()
 
     def heartbeat(self) -> None:
         "An empty event; the first one says what is waited for and how long, if known."
-        now = self.gateway.edges.clock.now()
+        now = self.relay.edges.clock.now()
         if now < self.beat_at:
             return
-        self.beat_at = now + self.gateway.config.heartbeat
+        self.beat_at = now + self.relay.config.heartbeat
         if not self.head:
             self.head = {"id": "chatcmpl-" + secrets.token_urlsafe(24),
-                         "created": int(self.gateway.edges.clock.wall()),
-                         "model": self.request.model or self.gateway.model_name()}
+                         "created": int(self.relay.edges.clock.wall()),
+                         "model": self.request.model or self.relay.model_name()}
         note = None
         if not self.estimated:
             self.estimated = True
-            estimate = self.gateway.estimate_ms(self)
+            estimate = self.relay.estimate_ms(self)
             note = {"waiting_for": self.phase or "prefill",
                     "estimate_ms": None if estimate is None else round(estimate)}
             log.info("%s waits for %s, about %s more", self.request.route,
@@ -16481,8 +16399,8 @@ class _StreamReply(_Reply):
             if not self.x.committed:
                 self.x.begin()
             self.x.write(data)
-            gateway = self.gateway
-            self.beat_at = gateway.edges.clock.now() + gateway.config.heartbeat
+            relay = self.relay
+            self.beat_at = relay.edges.clock.now() + relay.config.heartbeat
         else:                            # progress only
             self.heartbeat()
 
@@ -16562,7 +16480,7 @@ class _StreamReply(_Reply):
         return sse(dict(opening, **self.head))
 
     def finish(self) -> None:
-        self.gateway.remember(self)
+        self.relay.remember(self)
         if self.held is not None:
             self.x.write(sse(dict(self.held, usage=self.usage(), cache=self.cache)))
         elif self.many > 1:
@@ -16576,7 +16494,7 @@ class _StreamReply(_Reply):
     def fail(self, error: TokiError) -> None:
         "Before the 200 the real status; after it an error event and no normal end."
         if not self.x.committed:
-            self.gateway.send_error(self.x, error)
+            send_error(self.x, error, self.dialect)
             return
         self.x.hang_up()
         self.x.write(sse(error_object(error)))
@@ -16586,10 +16504,11 @@ class _StreamReply(_Reply):
 class _ToldReply(_StreamReply):
     "A stream in another dialect: each event is parsed and told anew."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        super().__init__(gateway, x, request)
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        super().__init__(relay, x, request, dialect)
         self.teller = self.dialect.stream(
-            request, gateway.new_id(self.dialect.prefix), gateway.model_name())
+            request, new_id(self.dialect.prefix), relay.model_name())
 
     @property
     def started(self) -> bool:
@@ -16626,19 +16545,321 @@ class _ToldReply(_StreamReply):
         if not self.x.committed:
             self.x.begin()
         last = b"".join(self.teller.finish())
-        self.gateway.remember(self)      # the next ask may come at once
+        self.relay.remember(self)        # the next ask may come at once
         if self.dialect is RESPONSES:
-            self.gateway.responded(self.request, self.teller.response)
+            self.relay.responded(self.request, self.teller.response)
         self.x.write(last)
         self.x.end()
 
     def fail(self, error: TokiError) -> None:
         if not self.x.committed:
-            self.gateway.send_error(self.x, error)
+            send_error(self.x, error, self.dialect)
             return
         self.x.hang_up()
-        self.x.write(b"".join(self.teller.error(error, self.gateway.new_id("req"))))
+        self.x.write(b"".join(self.teller.error(error, new_id("req"))))
         self.x.end()
+
+
+class Relay:
+    "Takes asks to the engine of one keeper and tells their replies."
+
+    def __init__(self, keeper: Keeper, config: Config, recall: Recall, edges: Edges):
+        self.keeper, self.config = keeper, config
+        self.recall, self.edges = recall, edges
+        self.notes: dict = {}            # ask -> clause about the nearest prompt
+
+    def reply(self, x: Exchange, request: Request,
+              dialect: Optional[Dialect]) -> _Reply:
+        "What will answer this request; None as dialect: OpenAI's."
+        stream = _StreamReply if dialect is None else _ToldReply
+        return (stream if request.stream else _PlainReply)(self, x, request, dialect)
+
+    def run(self, ask: Request, reply: _Reply, many: int) -> None:
+        """One ask: tokens, slot, engine, settle.  When the engine dies before the
+        client got anything, again with its successor."""
+        for attempt in range(4):
+            self.keeper.wait_ready(reply.tick)
+            try:
+                self.fitting(ask, lambda fit: self._run_once(fit, reply, many), reply)
+                return
+            except EngineGone as error:
+                if attempt == 3 or reply.started:
+                    raise
+                log.warning("the engine failed an ask (%s); trying again",
+                            error.message)
+                # A dying process may answer /health for a moment yet.
+                self.edges.clock.sleep(0.2 * (attempt + 1))
+                self.keeper.watch_once()
+
+    def _run_once(self, ask: Request, reply: _Reply, many: int) -> None:
+        ask, core, lease = self._admitted(ask, reply)
+        self._dispatch(ask, core, lease, reply, many)
+
+    def fitting(self, ask: Request, run: Callable[[Request], Any],
+                reply: Optional[_Reply] = None) -> Any:
+        """run(the ask in a form that is taken): what template or grammar refuse is
+        tried in nearer and nearer forms; when all fail the first refusal is raised."""
+        prompter, first = self.keeper.prompter, None
+        for _ in range(_MOST_FORMS):
+            fit = prompter.fitted(ask)
+            try:
+                return run(fit)
+            except EngineGone:
+                raise
+            except TokiError as error:
+                if (reply is not None and reply.started) \
+                        or not prompter.learn(ask, fit, error):
+                    if first is not None and error.hint:
+                        first.hint, first.status, first.kind = \
+                            error.hint, error.status, error.kind
+                    raise (first or error) from None
+                first = first or error
+        raise first
+
+    def _admitted(self, ask: Request, reply: _Reply) -> tuple:
+        """(ask, its body, its lease).  An ask that is refused in the form toki gave it
+        (a reply put right may be longer) is tried again as it came."""
+        core = core_json(ask)
+        try:
+            return ask, core, self.keeper.admit(ask, core, reply.tick)
+        except BadAsk as error:
+            if ask.sent is None:
+                raise
+            log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
+            plain = parse_ask(ask.route, ask.sent, reply.x.headers, ask.client)
+            ask = self.keeper.prompter.fitted(ask._replace(
+                body=plain.body, sent=None, before=None, steadied=plain.steadied))
+            return self._admitted(ask, reply)
+
+    def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: _Reply,
+                  many: int) -> None:
+        keeper, up, status = self.keeper, None, "failed"
+        try:
+            keeper.mover.carry_out(lease, reply.tick)
+            room = keeper.engine.info.n_ctx - len(lease.prompt.tokens) \
+                if lease.prompt is not None and keeper.engine.info else None
+            if over_room(ask, room):
+                lease.request = ask._replace(steadied=(*ask.steadied, "max_tokens"))
+            up = keeper.engine.open(PATHS[ask.route],
+                                    engine_json(ask, core, lease.slot, room))
+            keeper.prompter.remember(lease.prompt)
+            note = keeper.name_difference(
+                lease, lambda: core.decode("utf-8", "replace"))
+            if note:
+                self.notes[lease.ask] = note
+            reply.start(lease, many)
+            reply.phase = "prefill"
+            reply.lease = lease
+            self._relay(up, lease, reply)
+            status = "ok"
+        except (ClientGone, BrokenPipeError, ConnectionResetError):
+            status = "cancelled"
+            raise ClientGone() from None
+        finally:
+            if up is not None:
+                up.close()
+            if lease.open:
+                lease.abort(up is not None or lease.sent)
+            if status == "cancelled":
+                keeper.failed("cancelled")
+            self._record(ask, lease, reply, status)
+            self.notes.pop(lease.ask, None)
+
+    def _relay(self, up: Upstream, lease: Lease, reply: _Reply) -> None:
+        "Pass the engine's bytes on until its reply is complete."
+        clock, x = self.edges.clock, reply.x
+        quiet_since, patience = clock.now(), allowed_silence_s(self.config, x.headers)
+        while True:
+            ready = up.wait(x.watched(), 1.0)
+            if x.sock in ready and x.gone():
+                raise ClientGone()
+            if up not in ready:
+                reply.heartbeat()
+                if clock.now() - quiet_since > patience:
+                    raise EngineGone(f"the engine showed no progress for {patience:.0f}"
+                                     " s", "see `toki logs`", status=504)
+                continue
+            quiet_since = clock.now()
+            if not up.status:
+                if up.head() != 200:
+                    raise engine_error(up.status, up.read_all())
+                continue
+            data = up.read()
+            reply.feed(data, lease, end=not data)
+            if not data:
+                break
+        if lease.open:
+            raise EngineGone("the engine ended a reply without its figures",
+                             "see `toki logs`")
+
+    # ---- what is said about an ask ------------------------------------------
+    def why(self, lease: Lease) -> str:
+        note = self.notes.get(lease.ask)
+        return lease.plan.why + (f" ({note})" if note else "")
+
+    def estimate_ms(self, reply: _Reply) -> Optional[float]:
+        lease = getattr(reply, "lease", None)
+        if lease is not None:
+            return self.keeper.prefill_estimate_ms(lease)
+        return self.keeper.queue_estimate_ms()
+
+    def _record(self, ask: Request, lease: Lease, reply: _Reply, status: str) -> None:
+        t, now = reply.timings if status == "ok" else None, self.edges.clock.now()
+        if t is not None and not ask.raw:
+            self.keeper.answered(ask, t.cache_n - lease.side)
+        if t is not None:
+            t = t._replace(cache_n=max(0, t.cache_n - lease.side),
+                           prompt_n=t.prompt_n + min(lease.side, t.cache_n))
+        total_ms = (now - reply.x.began) * 1000
+        kind = verdict(t.cache_n) if t else status
+        source = (lease.moved or "resident") if t and t.cache_n else "none"
+        log.info("req=%d %s %s %s slot=%s reused=%s/%s ttft=%s total=%s why=\"%s\"",
+                 lease.ask, ask.route, kind, source,
+                 "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
+                 t.cache_n + t.prompt_n if t else "-", fmt_ms(reply.ttft_ms),
+                 fmt_ms(total_ms), self.why(lease))
+        self.keeper.record({
+            "ask": lease.ask, "at": self.edges.clock.wall(), "life": lease.life,
+            "route": ask.route, "model": ask.model, "client": ask.client,
+            "conversation": ask.conversation, "klass": ask.klass,
+            "mode": "raw" if ask.raw else "cached", "slot": lease.slot,
+            "source": source, "kind": kind,
+            "prompt_tokens": t.cache_n + t.prompt_n if t else None,
+            "reused_tokens": t.cache_n if t else None,
+            "expected_tokens": lease.plan.expect,
+            "computed_tokens": t.prompt_n if t else None,
+            "generated_tokens": t.predicted_n if t else None,
+            "queued_ms": round(lease.queued_ms, 1),
+            "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
+            "regret_ms": max(0, round(lease.regret_ms, 1)),
+            "moved_ms": round(lease.spent_ms, 1),
+            "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
+            "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
+            lease.prompt if status == "ok" else None)
+
+    def model_name(self) -> str:
+        info = self.keeper.engine.info
+        return info.model if info else "unknown"
+
+    def remember(self, reply: _Reply) -> None:
+        "The reply is about to end: what it said may come back changed."
+        if reply.ask.route == "chat" and reply.many == 1:
+            ask = reply.ask
+            self.recall.remember(ask.before or ask.body["messages"], reply.heard,
+                                 ask.owner)
+
+    def responded(self, request: Request, reply: dict) -> None:
+        if reply.get("object") == "response":
+            self.recall.responded(request.asked, reply)
+
+
+# ============================================================================
+# 46. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, STEADY,
+#    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.
+#    offers: Gateway, ROUTES, Route, page_headers, prometheus.
+# ============================================================================
+class Route(NamedTuple):
+    method: str
+    path: str
+    auth: str                # "open" on loopback | "token" | "page": always open
+    handler: str
+    help: str
+
+
+ROUTES = (
+    Route("GET", "/", "page", "page", "the web page: chat, and what the cache does"),
+    Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
+    Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
+    Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
+    Route("POST", "/v1/responses/input_tokens", "open", "count_tokens",
+          "tokens of a responses body, nothing computed"),
+    Route("POST", "/v1/embeddings", "open", "embeddings",
+          "embeddings, on an engine given for them"),
+    Route("POST", "/v1/messages", "token", "messages",
+          "Anthropic messages; every route also under /anthropic"),
+    Route("POST", "/v1/messages/count_tokens", "token", "count_tokens",
+          "tokens of a messages body, nothing computed"),
+    Route("GET", "/api/hello", "open", "hello", "a client's first look"),
+    Route("GET", "/v1/models", "open", "models",
+          "the served model and its true context"),
+    Route("GET", "/v1/models/{id}", "open", "model", "one model"),
+    Route("POST", "/tokenize", "open", "tokenize", "token ids of a text"),
+    Route("GET", "/health", "open", "health", "200 when asks can be served, else 503"),
+    Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
+    Route("GET", "/toki/state", "open", "state",
+          "the state document behind every face"),
+    Route("GET", "/toki/events", "token", "events",
+          "what changes in it, as server-sent events"),
+    Route("POST", "/toki/diff", "open", "diff",
+          "how two replies differ: class and first difference"),
+    Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
+    Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
+          ", ".join(DESK_VERBS)),
+    Route("GET", "/toki/why/{ask}", "token", "why_ask",
+          "why an ask computed what it did, with the differing text"),
+    Route("POST", "/toki/forget", "token", "forget",
+          "purge the token ids of the history and the text in recall.db"),
+    Route("POST", "/toki/use", "token", "use", "change over to a registered model"),
+    Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
+)
+
+
+def normal_path(path: str) -> str:
+    "One spelling for a path: //v1//models/ and /v1/v1/models mean the plain one."
+    parts = [p for p in urllib.parse.unquote(path).split("/") if p]
+    parts = parts[1:] if parts[:1] == ["anthropic"] else parts
+    while len(parts) > 1 and parts[0] == parts[1] == "v1":
+        parts.pop(0)
+    if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"],
+                     ["responses"]):
+        parts.insert(0, "v1")
+    return "/" + "/".join(parts)
+
+
+def dialect_of(path: str) -> Optional[Dialect]:
+    "Whose words a path is answered in; None: OpenAI's."
+    plain = normal_path(path)
+    if plain.startswith("/v1/responses"):
+        return RESPONSES
+    own = path.lstrip("/").startswith("anthropic/")
+    return ANTHROPIC if own or plain.startswith("/v1/messages") else None
+
+
+_DIFF_MOST = 1 << 20         # characters of two texts together
+
+
+def page_headers(page: str) -> dict:
+    """Headers that let the page's own style and script run, known by their digests,
+    and nothing else: no other host, no frame, no markup made of text."""
+    def digests(tag: str) -> str:
+        return " ".join(
+            "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()
+                                          ).decode() + "'"
+            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S))
+    return {"Content-Security-Policy":
+            f"default-src 'none'; script-src {digests('script')}; "
+            f"style-src {digests('style')}; connect-src 'self'; img-src data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            "require-trusted-types-for 'script'; trusted-types 'none'",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-cache"}
+
+
+def prometheus(state: dict) -> str:
+    "The counters of the state document in Prometheus' text format."
+    lines = []
+    for name, help_text in Counters.NAMES.items():
+        lines += [f"# HELP toki_{name}_total {help_text}",
+                  f"# TYPE toki_{name}_total counter",
+                  f"toki_{name}_total {state['counters'][name]}"]
+    for name, value in (("slots", len(state["slots"])),
+                        ("slots_busy", sum(bool(s["busy"]) for s in state["slots"])),
+                        ("asks_waiting", state["waiting"]),
+                        ("asks_open", state["open"]),
+                        ("engine_ready", int(state["engine"]["state"] == "ready"))):
+        lines += [f"# TYPE toki_{name} gauge", f"toki_{name} {value}"]
+    return "\n".join(lines) + "\n"
 
 
 _CONTEXT_NAMES = ("context_length", "context_window", "contextWindow", "max_model_len",
@@ -16653,9 +16874,9 @@ class Gateway:
                  recall: Optional[Recall] = None, page: str = ""):
         self.keeper, self.config, self.edges, self.page = keeper, config, edges, page
         self.token, self.on_stop = token, on_stop
-        self.notes: dict = {}            # ask -> clause about the nearest prompt
         self.desk = Desk(keeper)
         self.recall = recall or Recall(config, edges)
+        self.relay = Relay(keeper, config, self.recall, edges)
         self.turns: Optional[ModelTurns] = None      # of models, on an engine of ours
         # (all?) -> {name: context} of the models that an ask may name
         self.registered: Callable[..., dict] = lambda everything=False: {}
@@ -16680,31 +16901,21 @@ class Gateway:
             if x.committed:
                 x.hang_up()
             else:
-                self.send_error(x, error)
+                self._send_error(x, error)
         except OSError:
             raise
         except Exception:
             log.exception("%s %s failed", x.method, x.path)
             if not x.committed:
-                self.send_error(x, TokiError("toki failed inside", "see `toki logs`"))
+                self._send_error(x, TokiError("toki failed inside", "see `toki logs`"))
             x.hang_up()
 
     def _answer(self, x: Exchange, route: Route) -> None:
         getattr(self, "_" + route.handler)(x)
 
-    def new_id(self, prefix: str) -> str:
-        return f"{prefix}_{secrets.token_hex(12)}"
-
-    def send_error(self, x: Exchange, error: TokiError) -> None:
-        dialect = dialect_of(x.asked)
-        if dialect is not None:
-            name = self.new_id("req")
-            status, envelope = dialect.error(error, name)
-            x.send_json(status, envelope, dialect.headers(error, name))
-            return
-        headers = {"Retry-After": str(max(1, round(error.retry_s)))} \
-            if error.retry_s else {}
-        x.send_json(error.status, error_object(error), headers)
+    @staticmethod
+    def _send_error(x: Exchange, error: TokiError) -> None:
+        send_error(x, error, dialect_of(x.asked))
 
     def _check_host(self, x: Exchange) -> None:
         "A web page may point its own name at 127.0.0.1: foreign names are refused."
@@ -16803,8 +17014,7 @@ class Gateway:
             beside._serve(x, kind, request.asked)
             return
         self._check_model(request)
-        stream = _StreamReply if dialect_of(x.asked) is None else _ToldReply
-        reply = (stream if request.stream else _PlainReply)(self, x, request)
+        reply = self.relay.reply(x, request, dialect_of(x.asked))
         try:
             with self._turn(request.model, reply.tick) as changed:
                 if changed:              # what the other model takes may differ
@@ -16812,7 +17022,7 @@ class Gateway:
                 self._check_pictures(request)
                 asks = fan_out(request)
                 for reply.index, ask in enumerate(asks):
-                    self._run(ask, reply, len(asks))
+                    self.relay.run(ask, reply, len(asks))
             reply.finish()
         except ClientGone:
             raise
@@ -16829,7 +17039,7 @@ class Gateway:
             body = self.recall.going_on(asked, self._takes())
         elif dialect is not None:
             body = dialect.read(asked, self._takes())
-            x.extra.update(dialect.headers(None, self.new_id("req")))
+            x.extra.update(dialect.headers(None, new_id("req")))
         plain = body
         if kind == "chat" and not asks_raw(body, x.headers):
             body, said = self.recall.calm(body, owner)
@@ -16843,17 +17053,6 @@ class Gateway:
         "Whose replies these are: all who show the same key, now and after a restart."
         keys = x.headers.get("authorization", ""), x.headers.get("x-api-key", "")
         return text_mark("owner", *keys).hex()
-
-    def remember(self, reply: "_Reply") -> None:
-        "The reply is about to end: what it said may come back changed."
-        if reply.ask.route == "chat" and reply.many == 1:
-            ask = reply.ask
-            self.recall.remember(ask.before or ask.body["messages"], reply.heard,
-                                 ask.owner)
-
-    def responded(self, request: Request, reply: dict) -> None:
-        if reply.get("object") == "response":
-            self.recall.responded(request.asked, reply)
 
     def _takes(self) -> Takes:
         info = self.keeper.engine.info
@@ -16873,7 +17072,7 @@ class Gateway:
         self._need_engine()
         prepare = self.keeper.prompter.prepare
         try:
-            prompt = self._fitting(request, lambda r: prepare(r, core_json(r)))
+            prompt = self.relay.fitting(request, lambda r: prepare(r, core_json(r)))
             n = len(prompt.tokens) if prompt is not None else 0
         except BadAsk as error:
             n = error.extra.get("n_prompt_tokens", 0)
@@ -16914,195 +17113,31 @@ class Gateway:
 
     def _check_model(self, request: Request) -> None:
         if self.config.strict_models and request.model and \
-                request.model not in (self.model_name(), *self.registered()):
+                request.model not in (self._model_name(), *self.registered()):
             raise Missing(f"the model {request.model!r} is not served here",
-                          f"ask for {self.model_name()!r}", code="model_not_found")
+                          f"ask for {self._model_name()!r}", code="model_not_found")
 
     def _check_pictures(self, request: Request) -> None:
         info = self.keeper.engine.info
         if request.media and info is not None and not info.vision:
-            raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
+            raise BadAsk(f"the model {self._model_name()!r} cannot see pictures",
                          "send text only, or serve a model with vision",
                          param="messages")
         if request.media:
             check_pictures(request.body["messages"])
 
-    def _run(self, ask: Request, reply: Any, many: int) -> None:
-        """One ask: tokens, slot, engine, settle.  When the engine dies before the
-        client got anything, again with its successor."""
-        for attempt in range(4):
-            self.keeper.wait_ready(reply.tick)
-            try:
-                self._fitting(ask, lambda fit: self._run_once(fit, reply, many), reply)
-                return
-            except EngineGone as error:
-                if attempt == 3 or reply.started:
-                    raise
-                log.warning("the engine failed an ask (%s); trying again",
-                            error.message)
-                # A dying process may answer /health for a moment yet.
-                self.edges.clock.sleep(0.2 * (attempt + 1))
-                self.keeper.watch_once()
-
-    def _run_once(self, ask: Request, reply: Any, many: int) -> None:
-        ask, core, lease = self._admitted(ask, reply)
-        self._dispatch(ask, core, lease, reply, many)
-
-    def _fitting(self, ask: Request, run: Callable[[Request], Any],
-                 reply: Any = None) -> Any:
-        """run(the ask in a form that is taken): what template or grammar refuse is
-        tried in nearer and nearer forms; when all fail the first refusal is raised."""
-        prompter, first = self.keeper.prompter, None
-        for _ in range(_MOST_FORMS):
-            fit = prompter.fitted(ask)
-            try:
-                return run(fit)
-            except EngineGone:
-                raise
-            except TokiError as error:
-                if (reply is not None and reply.started) \
-                        or not prompter.learn(ask, fit, error):
-                    if first is not None and error.hint:
-                        first.hint, first.status, first.kind = \
-                            error.hint, error.status, error.kind
-                    raise (first or error) from None
-                first = first or error
-        raise first
-
-    def _admitted(self, ask: Request, reply: Any) -> tuple:
-        """(ask, its body, its lease).  An ask that is refused in the form toki gave it
-        (a reply put right may be longer) is tried again as it came."""
-        core = core_json(ask)
-        try:
-            return ask, core, self.keeper.admit(ask, core, reply.tick)
-        except BadAsk as error:
-            if ask.sent is None:
-                raise
-            log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
-            plain = parse_ask(ask.route, ask.sent, reply.x.headers, ask.client)
-            ask = self.keeper.prompter.fitted(ask._replace(
-                body=plain.body, sent=None, before=None, steadied=plain.steadied))
-            return self._admitted(ask, reply)
-
-    def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
-                  many: int) -> None:
-        keeper, up, status = self.keeper, None, "failed"
-        try:
-            keeper.mover.carry_out(lease, reply.tick)
-            room = keeper.engine.info.n_ctx - len(lease.prompt.tokens) \
-                if lease.prompt is not None and keeper.engine.info else None
-            if over_room(ask, room):
-                lease.request = ask._replace(steadied=(*ask.steadied, "max_tokens"))
-            up = keeper.engine.open(PATHS[ask.route],
-                                    engine_json(ask, core, lease.slot, room))
-            keeper.prompter.remember(lease.prompt)
-            note = keeper.name_difference(
-                lease, lambda: core.decode("utf-8", "replace"))
-            if note:
-                self.notes[lease.ask] = note
-            reply.start(lease, many)
-            reply.phase = "prefill"
-            reply.lease = lease
-            self._relay(up, lease, reply)
-            status = "ok"
-        except (ClientGone, BrokenPipeError, ConnectionResetError):
-            status = "cancelled"
-            raise ClientGone() from None
-        finally:
-            if up is not None:
-                up.close()
-            if lease.open:
-                lease.abort(up is not None or lease.sent)
-            if status == "cancelled":
-                keeper.failed("cancelled")
-            self._record(ask, lease, reply, status)
-            self.notes.pop(lease.ask, None)
-
-    def _relay(self, up: Upstream, lease: Lease, reply: Any) -> None:
-        "Pass the engine's bytes on until its reply is complete."
-        clock, x = self.edges.clock, reply.x
-        quiet_since, patience = clock.now(), allowed_silence_s(self.config, x.headers)
-        while True:
-            ready = up.wait(x.watched(), 1.0)
-            if x.sock in ready and x.gone():
-                raise ClientGone()
-            if up not in ready:
-                reply.heartbeat()
-                if clock.now() - quiet_since > patience:
-                    raise EngineGone(f"the engine showed no progress for {patience:.0f}"
-                                     " s", "see `toki logs`", status=504)
-                continue
-            quiet_since = clock.now()
-            if not up.status:
-                if up.head() != 200:
-                    raise engine_error(up.status, up.read_all())
-                continue
-            data = up.read()
-            reply.feed(data, lease, end=not data)
-            if not data:
-                break
-        if lease.open:
-            raise EngineGone("the engine ended a reply without its figures",
-                             "see `toki logs`")
-
-    # ---- what is said about an ask --------------------------------------------
-    def why(self, lease: Lease) -> str:
-        note = self.notes.get(lease.ask)
-        return lease.plan.why + (f" ({note})" if note else "")
-
-    def estimate_ms(self, reply: Any) -> Optional[float]:
-        lease = getattr(reply, "lease", None)
-        if lease is not None:
-            return self.keeper.prefill_estimate_ms(lease)
-        return self.keeper.queue_estimate_ms()
-
-    def _record(self, ask: Request, lease: Lease, reply: Any, status: str) -> None:
-        t, now = reply.timings if status == "ok" else None, self.edges.clock.now()
-        if t is not None and not ask.raw:
-            self.keeper.answered(ask, t.cache_n - lease.side)
-        if t is not None:
-            t = t._replace(cache_n=max(0, t.cache_n - lease.side),
-                           prompt_n=t.prompt_n + min(lease.side, t.cache_n))
-        total_ms = (now - reply.x.began) * 1000
-        kind = verdict(t.cache_n) if t else status
-        source = (lease.moved or "resident") if t and t.cache_n else "none"
-        log.info("req=%d %s %s %s slot=%s reused=%s/%s ttft=%s total=%s why=\"%s\"",
-                 lease.ask, ask.route, kind, source,
-                 "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
-                 t.cache_n + t.prompt_n if t else "-", fmt_ms(reply.ttft_ms),
-                 fmt_ms(total_ms), self.why(lease))
-        self.keeper.record({
-            "ask": lease.ask, "at": self.edges.clock.wall(), "life": lease.life,
-            "route": ask.route, "model": ask.model, "client": ask.client,
-            "conversation": ask.conversation, "klass": ask.klass,
-            "mode": "raw" if ask.raw else "cached", "slot": lease.slot,
-            "source": source, "kind": kind,
-            "prompt_tokens": t.cache_n + t.prompt_n if t else None,
-            "reused_tokens": t.cache_n if t else None,
-            "expected_tokens": lease.plan.expect,
-            "computed_tokens": t.prompt_n if t else None,
-            "generated_tokens": t.predicted_n if t else None,
-            "queued_ms": round(lease.queued_ms, 1),
-            "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
-            "regret_ms": max(0, round(lease.regret_ms, 1)),
-            "moved_ms": round(lease.spent_ms, 1),
-            "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
-            "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
-            lease.prompt if status == "ok" else None)
-
     # ---- everything else ------------------------------------------------------
-    def model_name(self) -> str:
-        info = self.keeper.engine.info
-        return info.model if info else "unknown"
+    def _model_name(self) -> str:
+        return self.relay.model_name()
 
     def _model_entry(self) -> dict:
         info = self.keeper.engine.info
         n_ctx = info.n_ctx if info else 0
         started = int(self.keeper.started)
         return {
-            "id": self.model_name(), "object": "model", "type": "model",
+            "id": self._model_name(), "object": "model", "type": "model",
             "created": started, "created_at": time_text(started), "owned_by": "toki",
-            "display_name": os.path.basename(self.model_name()),
+            "display_name": os.path.basename(self._model_name()),
             **dict.fromkeys(_CONTEXT_NAMES, n_ctx),
             "max_output_tokens": min(8192, n_ctx // 4),
             "max_completion_tokens": min(8192, n_ctx // 4),
@@ -17114,15 +17149,15 @@ class Gateway:
         entries = [self._model_entry()]
         entries += [dict(entries[0], id=name, display_name=name, **dict.fromkeys(
             _CONTEXT_NAMES, n_ctx), meta={"n_ctx": n_ctx})
-            for name, n_ctx in self.registered().items() if name != self.model_name()]
+            for name, n_ctx in self.registered().items() if name != self._model_name()]
         x.send_json(200, dict(anthropic_models(entries), object="list"))
 
     def _model(self, x: Exchange) -> None:
         self._need_engine()
         asked = x.path[len("/v1/models/"):]
-        if self.config.strict_models and asked != self.model_name().lstrip("/"):
+        if self.config.strict_models and asked != self._model_name().lstrip("/"):
             raise Missing(f"the model {asked[:200]!r} is not served here",
-                          f"ask for {self.model_name()!r}", code="model_not_found")
+                          f"ask for {self._model_name()!r}", code="model_not_found")
         x.send_json(200, dict(self._model_entry(), id=asked))
 
     def _need_engine(self) -> None:
@@ -17238,7 +17273,7 @@ class Gateway:
 
 
 # ============================================================================
-# 46. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 47. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -17447,7 +17482,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 47. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 48. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -17600,7 +17635,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 48. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 49. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -17828,7 +17863,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 49. PROBE - does this engine run here, and on the device that was asked for?
+# 50. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, GGUF, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -17993,7 +18028,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 50. MODELS - the models of this machine: registered, imported, checked, removed.
+# 51. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -18593,7 +18628,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 51. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 52. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -18974,7 +19009,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 52. INSTALL - get an engine and a starter model.
+# 53. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, GGUF, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -19635,7 +19670,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 53. STACK - up, down, status: engine and daemon as one thing.
+# 54. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
 #    RECALL, KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.
 #    offers: Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check,
@@ -20412,7 +20447,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 54. LAUNCH - start an agent, pinned to the model that runs here.
+# 55. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
@@ -20672,7 +20707,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 55. WIRED - a client's own configuration that points here until it is taken back.
+# 56. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -20997,7 +21032,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 56. SERVICE - toki as a service of this user: install, remove, status.
+# 57. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, STACK.  offers: service_install,
 #    service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -21111,7 +21146,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 57. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 58. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -21752,7 +21787,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 58. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 59. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -22394,7 +22429,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 59. TOP - what runs, what is held and what each ask cost, live.
+# 60. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -22638,7 +22673,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 60. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 61. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23155,7 +23190,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 61. BENCH - toki's own cost, soak, and the everyday situations.
+# 62. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, FIT, EDGES, MACHINE, ENGINE,
 #    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
 #    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
@@ -23686,7 +23721,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 62. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 63. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, ARMS, SIX, EVERYTHING, read_run.
 #
@@ -23990,7 +24025,7 @@ class Bench:
 
 
 # ============================================================================
-# 63. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 64. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24260,7 +24295,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 64. DOCTOR - is everything fit, and if not, what to do.
+# 65. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
 #    examine, check_lines, safe_log, bundle.
 # ============================================================================
@@ -24446,7 +24481,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 65. PAGE - the web page as one readable text.
+# 66. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26175,7 +26210,7 @@ loadModels();
 
 
 # ============================================================================
-# 66. WEB - a second door to a running daemon, with TLS, for browsers.
+# 67. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -26328,7 +26363,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 67. COMMANDS - one function per subcommand, then main.
+# 68. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
