@@ -154,8 +154,8 @@ class Case(unittest.TestCase):
 class Client:
     "A plain HTTP client of a daemon."
 
-    def __init__(self, daemon):
-        self.host, self.port = "127.0.0.1", daemon.server.server_port
+    def __init__(self, daemon, host="127.0.0.1"):
+        self.host, self.port = host, daemon.server.server_port
         self.token = toki.local_token(toki.REAL, daemon.where, create=False)
 
     def http(self, method, path, body=None, headers=None, raw=None):
@@ -7989,10 +7989,9 @@ class Web(Case):
 class Commands(Case):
     def run_main(self, *argv, env=None):
         out, err = io.StringIO(), io.StringIO()
-        state = ["--state-dir", self.folder()]
+        own = argv and argv[0] != "version" and "--state-dir" not in argv
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = toki.main([*argv, *(state if argv and argv[0] not in
-                                       ("version",) else [])])
+            code = toki.main([*argv, *(["--state-dir", self.folder()] if own else [])])
         return code, out.getvalue(), err.getvalue()
 
     def test_nothing_runs(self):
@@ -8003,6 +8002,49 @@ class Commands(Case):
             self.assertEqual(got, code, (argv, out, err))
             self.assertIn(words, out + err)
             self.assertNotIn("Traceback", err)
+
+    def test_a_daemon_on_ipv6_is_reached_by_every_face(self):
+        try:
+            d = self.daemon(self.fake(), host="::1")
+        except toki.UsageError:
+            self.skipTest("no IPv6 on this machine")
+        address = f"http://[::1]:{d.server.server_port}"
+        Client(d, "::1").chat("x")
+        elsewhere = "--host", "::1", "--port", str(d.server.server_port)
+        for argv, words in (
+                (("status",), "asks 1"), (("status", *elsewhere), "asks 1"),
+                (("top", "--once"), "fake"), (("top", "--once", *elsewhere), "fake"),
+                (("top", "--once", "--url", address), "fake"),
+                (("diff", "x", "--max-tokens", "2"), "identical"), (("why", "1"), "ask 1"),
+                (("launch", "claude", "--print"), address), (("doctor",), address)):
+            state = () if "--host" in argv or "--url" in argv else \
+                ("--state-dir", d.where.state)
+            got, out, err = self.run_main(*argv, *state)
+            self.assertEqual(got, 0, (argv, out, err))
+            self.assertIn(words, out)
+        with unittest.mock.patch.object(sys, "stdin", io.StringIO("hi\n")):
+            got, out, err = self.run_main("tui", "--max-tokens", "3", "--state-dir",
+                                          d.where.state)
+        self.assertEqual((got, out.count("\n")), (0, 1), err)
+        where, config = d.where, toki.load_config({}, {})
+        behind = toki.daemon_address(config, where, toki.REAL)
+        server, url = toki.serve_web(config.but(host="::1", port=0), where, toki.REAL,
+                                     behind, toki.PAGE)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        self.assertEqual(url, f"http://[::1]:{server.server_port}/")
+        front = Client(d, "::1")
+        front.port = server.server_port
+        self.assertEqual(front.json("GET", "/toki/state")["schema"], 1)
+
+    def test_who_cannot_listen_is_told_why(self):
+        taken = self.daemon(self.fake()).server.server_port
+        for host, port, hint in (("127.0.0.1", taken, "--port"),
+                                 ("192.0.2.1", 0, "--host")):
+            with self.assertRaises(toki.UsageError) as caught:
+                toki.open_server(host, port, print, 1, 1)
+            self.assertIn(host, caught.exception.message)
+            self.assertIn(hint, caught.exception.hint)
 
     def test_up_without_yes_says_what_it_would_fetch(self):
         where = toki.places({}, self.folder())

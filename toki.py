@@ -10801,7 +10801,7 @@ def _method(result: dict) -> list:
 # ============================================================================
 # 30. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
-#    is_local_url, http_address, PosixConsole, WindowsConsole.
+#    is_local_url, http_address, reached_host, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -10967,10 +10967,15 @@ def is_local_url(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def http_address(host: str, port: int) -> str:
+def reached_host(host: str) -> str:
     "Where this machine reaches what listens on `host`, which may mean all addresses."
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def http_address(host: str, port: int, scheme: str = "http") -> str:
+    "The URL, without a path, at which this machine reaches what listens on `host`."
+    host = reached_host(host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Net:
@@ -11025,7 +11030,7 @@ class Net:
     def port_taken(self, host: str, port: int) -> bool:
         "Does somebody listen there?"
         try:
-            with socket.create_connection((host, port), timeout=1):
+            with socket.create_connection((reached_host(host), port), timeout=1):
                 return True
         except OSError:
             return False
@@ -11952,7 +11957,7 @@ class Engine:
                              "it looks like http://127.0.0.1:8080")
         # localhost may resolve to ::1 first, where nobody listens (2 s on Windows)
         self.host, self.port = "127.0.0.1" if host == "localhost" else host, port
-        self.url = f"http://{f'[{host}]' if ':' in host else self.host}:{port}"
+        self.url = http_address(self.host, port)
         self.base = parts.path.rstrip("/")
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
@@ -15724,7 +15729,8 @@ class ModelTurns:
 
 # ============================================================================
 # 44. HTTP - framing, limits, deadlines: a server made of http.server.
-#    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
+#    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
+#    is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
 #    lengths, blocks on a negative one and lets a dripping client live for ever; here
@@ -16173,6 +16179,20 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def handle_error(self, request: Any, address: Any) -> None:
         log.debug("a connection ended badly", exc_info=True)
+
+
+def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: int,
+                connections: int, tls: Optional[ssl.SSLContext] = None) -> FastServer:
+    "A FastServer that listens; UsageError for an address or port that cannot be had."
+    try:
+        return FastServer(host, port, answer, most, connections, tls)
+    except OSError as error:
+        foreign = isinstance(error, socket.gaierror) or error.errno in (
+            errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        raise UsageError(f"cannot listen on {host}, port {port}: "
+                         f"{error.strerror or error}",
+                         "give an address of this machine as --host" if foreign else
+                         "another program has the port; give another --port") from None
 
 
 # ============================================================================
@@ -19673,8 +19693,8 @@ def install_model(config: Config, where: Places, edges: Edges,
 # 54. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
 #    RECALL, KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.
-#    offers: Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check,
-#    status_text, why_text, cache_stats, given_flags, model_setup.
+#    offers: Daemon, running_daemon, daemon_address, stack_up, stack_down, daemon_json,
+#    self_check, status_text, why_text, cache_stats, given_flags, model_setup.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -19698,6 +19718,14 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
     if isinstance(pid, int) and birth and edges.proc.birth(pid) == birth:
         return record
     return None
+
+
+def daemon_address(config: Config, where: Places, edges: Edges) -> tuple:
+    "(host, port) that reach the daemon of this state folder, else the configured ones."
+    record = running_daemon(where, edges)
+    host, port = (record["host"], record["port"]) if record else \
+        (config.host, config.port)
+    return reached_host(host), port
 
 
 def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
@@ -20061,14 +20089,8 @@ class Daemon:
             raise UsageError(f"{config.host} is no loopback address and this is plain "
                              "HTTP", "add --allow-plain true if the network is yours")
         self._prepare()
-        try:
-            self.server = FastServer(config.host, config.port, self.gateway,
-                                     config.max_body_mb << 20, config.max_connections)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {config.host}:{config.port}: "
-                             f"{error.strerror or error}",
-                             "another program has the port; give another --port"
-                             ) from None
+        self.server = open_server(config.host, config.port, self.gateway,
+                                  config.max_body_mb << 20, config.max_connections)
         self._begin()
         threading.Thread(target=self.server.serve_forever, name="toki-http",
                          kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -20517,20 +20539,13 @@ def _profile(state: dict) -> str:
     return "cpu" if told in ("", "cpu") else "gpu"
 
 
-def _address(c: Any) -> tuple:
-    "(host, port) of the daemon that runs here, else the configured one."
-    record = running_daemon(c.where, c.edges)
-    return (record["host"], record["port"]) if record else \
-        (c.config.host, c.config.port)
-
-
 def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     """What an agent is told, asked of the daemon; EngineGone when none runs.
 
     A reply may take a quarter of the context and 8,192 tokens at most, unless
     `max_output` says so.
     """
-    host, port = _address(c)
+    host, port = daemon_address(c.config, c.where, c.edges)
     token = local_token(c.edges, c.where, create=False)
     model, ctx = served_model((host, port), token, c.edges)
     state = daemon_json(c.edges, host, port, "GET", "/toki/state", None, token)
@@ -20542,7 +20557,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
 
 
 def _placeholders(c: Any, folder: str) -> Facts:
-    host, port = _address(c)
+    host, port = daemon_address(c.config, c.where, c.edges)
     s = c.config
     return Facts(http_address(host, port), _HIDDEN, "MODEL", 0, 0, "cpu", folder,
                  s.claude_bare, s.claude_mcp, s.claude_effort, s.claude_timeout_ms)
@@ -20630,7 +20645,7 @@ def _private_folder(agent: Agent, c: Any) -> Any:
 
 def _ensure_daemon(c: Any) -> None:
     "A daemon answers, or is started after one question; EngineGone else."
-    host, port = _address(c)
+    host, port = daemon_address(c.config, c.where, c.edges)
     if c.edges.net.port_taken(host, port):
         return
     if c.edges.term.interactive() and c.edges.term.ask(
@@ -20684,7 +20699,8 @@ def _asks_seen(c: Any) -> Optional[tuple]:
     "A mark that changes with every ask begun; None when the daemon does not tell."
     with contextlib.suppress(TokiError, OSError):
         token = local_token(c.edges, c.where, create=False)
-        state = daemon_json(c.edges, *_address(c), "GET", "/toki/state", None, token)
+        address = daemon_address(c.config, c.where, c.edges)
+        state = daemon_json(c.edges, *address, "GET", "/toki/state", None, token)
         return state["counters"]["asks"], state["open"]
     return None
 
@@ -24382,7 +24398,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
     if record is None:
         return out + [Check("FAIL", "no daemon runs on this state folder",
                                "start it: `toki up`, or `toki serve --engine URL`")]
-    url = f"http://{record['host']}:{record['port']}"
+    url = http_address(record["host"], record["port"])
     try:
         state = daemon_json(edges, record["host"], record["port"], "GET", "/toki/state")
     except TokiError as error:
@@ -26261,7 +26277,7 @@ class Front(Gateway):
                          + ("?" + query if query else ""), body or None, headers)
             conn.sock.settimeout(None)
         except (OSError, http.client.HTTPException) as error:
-            raise EngineGone(f"no toki answers at {self.behind[0]}:{self.behind[1]}: "
+            raise EngineGone(f"no toki answers at {http_address(*self.behind)}: "
                              f"{error}", "`toki up` starts one", retry_s=2) from None
         return Upstream(conn, self.edges)
 
@@ -26334,18 +26350,12 @@ def serve_web(config: Config, where: Places, edges: Edges, behind: tuple, page: 
             raise UsageError(f"there is no token in {where.state}, so nobody could be "
                              f"let in from {config.host}", "`toki up` makes one")
     front = Front(behind, config, token, page, edges, page_file)
-    try:
-        server = FastServer(config.host, config.port, front, config.max_body_mb << 20,
-                            config.max_connections, tls)
-    except OSError as error:
-        raise UsageError(f"cannot listen on {config.host}:{config.port}: "
-                         f"{error.strerror or error}",
-                         "another program has the port; give another --port") from None
+    server = open_server(config.host, config.port, front, config.max_body_mb << 20,
+                         config.max_connections, tls)
     threading.Thread(target=server.serve_forever, name="toki-web",
                      kwargs={"poll_interval": 0.05}, daemon=True).start()
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http{'s' if tls else ''}://{host}:{server.server_port}/"
-    return server, url
+    return server, http_address(config.host, server.server_port,
+                                "https" if tls else "http") + "/"
 
 
 def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> None:
@@ -26416,11 +26426,9 @@ class Context(NamedTuple):
 
     def ask_daemon(self, method: str, path: str, body: Any = None) -> Any:
         "Ask the daemon that runs here (or at --host and --port), with the local token."
-        record = running_daemon(self.where, self.edges)
-        host = record["host"] if record else self.config.host
-        port = record["port"] if record else self.config.port
+        address = daemon_address(self.config, self.where, self.edges)
         token = local_token(self.edges, self.where, create=False)
-        return daemon_json(self.edges, host, port, method, path, body, token, 3600)
+        return daemon_json(self.edges, *address, method, path, body, token, 3600)
 
     def state(self) -> dict:
         "The state document of the daemon."
@@ -26731,7 +26739,7 @@ def _use(c: Context, name: str, switch: bool = True) -> None:
         c.say(f"served now: {found['model']}, {fmt_n(found['context'])} tokens a slot")
         for line in rewire_all(c):
             c.say(line)
-        url = f"http://{record['host']}:{record['port']}"
+        url = http_address(record["host"], record["port"])
         c.say("agents: `toki launch NAME`; others: OPENAI_BASE_URL="
               f"{url}/v1 with any key, or ANTHROPIC_BASE_URL={url} with "
               f"ANTHROPIC_AUTH_TOKEN=\"$(cat '{c.where.file('token')}')\"")
@@ -26962,11 +26970,10 @@ def cmd_web(c: Context) -> int:
     if c.ns.tls_key and not c.ns.tls_cert:
         raise UsageError("--tls-key without --tls-cert", "give the certificate too")
     target = Engine(c.ns.url or "http://127.0.0.1:1", "", c.edges)
-    record = running_daemon(c.where, c.edges)
     behind = (target.host, target.port) if c.ns.url else \
-        (record["host"], record["port"]) if record else (c.config.host, c.config.port)
+        daemon_address(c.config, c.where, c.edges)
     if not c.edges.net.port_taken(*behind):
-        raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
+        raise EngineGone(f"no toki answers at {http_address(*behind)}",
                          "`toki up` starts one")
     tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
     start_logging(c.edges, None, c.config.log_level)
@@ -27374,10 +27381,8 @@ def _front(c: Context) -> tuple:
     "(URL, token) of the daemon that a face shows: --url, or the one that runs here."
     if c.ns.url:
         return c.ns.url, c.edges.proc.environment().get("TOKI_TOKEN", "")
-    record = running_daemon(c.where, c.edges)
-    host = record["host"] if record else c.config.host
-    port = record["port"] if record else c.config.port
-    return f"http://{host}:{port}", local_token(c.edges, c.where, create=False)
+    return http_address(*daemon_address(c.config, c.where, c.edges)), \
+        local_token(c.edges, c.where, create=False)
 
 
 def _wire(c: Context) -> ChatWire:
