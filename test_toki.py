@@ -3113,7 +3113,16 @@ class EdgesRoom(Case):
             with open(path, "w", encoding="utf-8") as f:
                 f.write(text)
             self.assertEqual(toki.REAL.disk.read_object(path), want)
-        self.assertEqual(toki.REAL.disk.read_object(os.path.dirname(path)), {})
+            if want or not text:
+                self.assertEqual(toki.REAL.disk.read_object(path, strict=True), want)
+                continue
+            with self.assertRaises(toki.TokiError) as caught:
+                toki.REAL.disk.read_object(path, strict=True)
+            self.assertIn(path, caught.exception.message)
+        folder = os.path.dirname(path)
+        self.assertEqual(toki.REAL.disk.read_object(folder), {})
+        with self.assertRaises(toki.TokiError):
+            toki.REAL.disk.read_object(folder, strict=True)
 
     def test_lock_is_exclusive(self):
         path = os.path.join(self.folder(), "lock")
@@ -6687,13 +6696,44 @@ class WiredRoom(LaunchCase):
         self.assertEqual(json.loads(self.raw(".claude/settings.json")),
                          {"theme": "dark"})
 
-    def test_damaged_records_are_no_records(self):
+    def test_records_that_cannot_be_read_are_not_taken_for_none(self):
+        "The bytes of before are kept only as long as somebody knows whose they are."
+        c, path = self.context(self.daemon(self.fake())), ".claude/settings.json"
+        self.put(path, "{}")
+        toki.wire_client("claude", c, yes=True)
+        records, now = c.where.file("wired.json"), self.raw(path)
+        for text in (b"[]", b"7", b"{", None):
+            toki.REAL.disk.remove(records)
+            if text is None:             # a folder: open() fails for root as well
+                os.mkdir(records)
+            else:
+                toki.REAL.disk.write(records, text)
+            line, = toki.rewire_all(c)
+            self.assertIn(records, line)
+            for call in (toki.wire_client, toki.unwire_client):
+                with self.assertRaises(toki.TokiError) as caught:
+                    call("claude", c, yes=True)
+                self.assertIn(records, caught.exception.message)
+                self.assertIn("wired", caught.exception.hint)
+            self.assertEqual(self.raw(path), now)
+
+    def test_permissions_of_the_users_file_come_back(self):
         c = self.context(self.daemon(self.fake()))
-        for text in (b"[]", b"7", b"{"):
-            toki.REAL.disk.write(c.where.file("wired.json"), text)
-            self.assertEqual(toki.rewire_all(c), [])
-            with self.assertRaises(toki.UsageError):
-                toki.unwire_client("claude", c, yes=True)
+        bits = lambda p: os.stat(p).st_mode & 0o777          # noqa: E731
+        for mode in (0o644, 0o600, 0o640, 0o400):
+            with_token = self.put(".pi/agent/models.json", "{}")
+            without = self.put(".pi/agent/settings.json", "{}")
+            os.chmod(with_token, mode)
+            os.chmod(without, mode)
+            toki.wire_client("pi", c, yes=True)
+            self.assertEqual(bits(with_token), mode & 0o700)
+            self.assertEqual(bits(without), mode)
+            toki.rewire_all(c)
+            self.assertEqual(bits(without), mode)
+            toki.unwire_client("pi", c, yes=True)
+            self.assertEqual((bits(with_token), bits(without)), (mode, mode))
+            os.unlink(with_token)
+            os.unlink(without)
 
     def test_those_that_cannot_be_wired_say_so(self):
         c = self.context(self.daemon(self.fake()))

@@ -10846,18 +10846,25 @@ class Disk:
             return raw.decode("utf-16")
         return raw.decode("utf-8-sig", "replace")
 
-    def read_object(self, path: str) -> dict:
-        "The JSON object in a file; {} when there is none that can be read."
-        value = None
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+    def read_object(self, path: str, strict: bool = False) -> dict:
+        """The JSON object in a file; {} when there is no file.  One that cannot be read
+        or holds no object is {} too, or, if `strict`, a TokiError."""
+        try:
             value = json.loads(self.read_text(path) or "{}")
-        return value if isinstance(value, dict) else {}
+            if isinstance(value, dict):
+                return value
+            why: Any = "it holds no JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or error
+        if strict:
+            raise TokiError(f"{path} cannot be read: {why}", "repair it")
+        return {}
 
     def write_json(self, path: str, value: Any) -> None:
         "`write` of a value as indented JSON."
         self.write(path, json.dumps(value, indent=1).encode())
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
         self.folder(os.path.dirname(path))
         temp = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
@@ -10867,11 +10874,17 @@ class Disk:
                 f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
+            if mode != 0o600:
+                os.chmod(temp, mode)
             os.replace(temp, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
             raise
+
+    def mode(self, path: str) -> int:
+        "Permission bits of a file; OSError when there is none."
+        return os.stat(path).st_mode & 0o777
 
     @contextlib.contextmanager
     def replacing(self, path: str) -> Any:
@@ -14260,10 +14273,7 @@ class Keeper:
 
     def _rates_known(self) -> tuple:
         "(all rates in the file, the key of this model, build and machine)"
-        known: Any = {}
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads(self.edges.disk.read_text(self.rates_file) or "{}")
-        return known if isinstance(known, dict) else {}, \
+        return self.edges.disk.read_object(self.rates_file), \
             f"{self._namespace()} {self.edges.net.host_name()} {cpu_count()}"
 
     def _recall_rates(self) -> None:
@@ -17549,11 +17559,8 @@ def _pointers(where: Places, edges: Edges) -> list:
 def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
     "The engine in a folder; None when there is no whole one with a fit receipt."
     folder = os.path.join(where.engines, name)
-    receipt: Any = {}
-    with contextlib.suppress(ValueError):
-        receipt = json.loads(
-            edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
-    with contextlib.suppress(AttributeError, TypeError, ValueError):
+    receipt = edges.disk.read_object(os.path.join(folder, _RECEIPT))
+    with contextlib.suppress(TypeError, ValueError):
         if receipt.get("schema", 0) <= _RECEIPT_SCHEMA:
             return _received(name, folder, receipt, edges)
     return None
@@ -20890,19 +20897,33 @@ def unwired_text(form: str, text: str, over: dict, before: str) -> str:
 
 # ---- files ------------------------------------------------------------------
 def _records(c: Any) -> dict:
-    return c.edges.disk.read_object(c.where.file(_WIRED))
+    "{client: its files} of all that are wired; TokiError when nobody can tell."
+    try:
+        return c.edges.disk.read_object(c.where.file(_WIRED), strict=True)
+    except TokiError as error:
+        error.hint = "repair it, or put the files of before, kept in " \
+            f"{c.where.file('wired')}, back by hand and remove it"
+        raise
 
 
 def _remember(c: Any, records: dict) -> None:
     c.edges.disk.write_json(c.where.file(_WIRED), records)
 
 
-def _put(path: str, data: Optional[bytes], edges: Edges) -> None:
-    "The file itself (None: none), also where `path` is a link: that stays."
+def _mode_of(path: str, edges: Edges) -> Optional[int]:
+    return edges.disk.mode(path) if edges.disk.is_file(path) else None
+
+
+def _put(path: str, data: Optional[bytes], edges: Edges,
+         mode: Optional[int] = None) -> None:
+    """The file itself (None: none), also where `path` is a link: that stays.  `mode`:
+    its permission bits, None: those it has; a new file is its owner's alone."""
+    path = edges.disk.real(path)
     if data is None:
-        edges.disk.remove(edges.disk.real(path))
+        edges.disk.remove(path)
     else:
-        edges.disk.write(edges.disk.real(path), data)
+        mode = _mode_of(path, edges) if mode is None else mode
+        edges.disk.write(path, data, 0o600 if mode is None else mode)
 
 
 def _bytes_of(path: str, edges: Edges) -> Optional[bytes]:
@@ -20976,11 +20997,14 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
         backup = c.where.file("wired", f"{wire_.name}-{number}.before")
         c.edges.disk.write(backup, data or b"")
         entries.append({"path": path, "form": form, "over": over, "backup": backup,
-                        "existed": data is not None,
+                        "existed": data is not None, "mode": _mode_of(path, c.edges),
                         "written": hashlib.sha256(new.encode()).hexdigest()})
     _remember(c, dict(records, **{wire_.name: entries}))
-    for path, _, _, _, new in made:
-        _put(path, new.encode(), c.edges)
+    for entry, (path, _, _, _, new) in zip(entries, made):
+        # Others must not read the token; what they may read comes back with `unwire`.
+        hide = 0o700 if facts.token in new else 0o777
+        _put(path, new.encode(), c.edges,
+             None if entry["mode"] is None else entry["mode"] & hide)
     c.say(f"{name} uses {facts.model} with {fmt_n(facts.ctx)} tokens from now on; "
           f"`toki unwire {name}` takes it back")
     return True
@@ -21012,7 +21036,7 @@ def unwire_client(name: str, c: Any, yes: bool = False) -> bool:
     if not _agree(c, yes, "write this?"):
         return False
     for entry, data in plan:
-        _put(entry["path"], data, c.edges)
+        _put(entry["path"], data, c.edges, entry.get("mode"))
     _remember(c, {k: v for k, v in records.items() if k != word})
     for entry, _ in plan:
         c.edges.disk.remove(entry["backup"])
@@ -21025,7 +21049,11 @@ def rewire_all(c: Any) -> list:
     Asked of the daemon, so call it when the new model is up.  Trouble with one client
     is a line, never an error.
     """
-    records, lines = _records(c), []
+    lines: list = []
+    try:
+        records = _records(c)
+    except TokiError as error:
+        return [f"wired clients stay as they were: {error.message} ({error.hint})"]
     facts = agent_facts(c, c.where.file("wired")) if records else None
     for name, entries in records.items():
         try:
@@ -26434,6 +26462,10 @@ class Context(NamedTuple):
         "The state document of the daemon."
         return self.ask_daemon("GET", "/toki/state")
 
+    def last_start(self) -> dict:
+        "What `up` chose last: binary, model, ...; {} before the first time."
+        return self.edges.disk.read_object(self.where.file("active.json"))
+
 
 _JSON = _arg("--json", action="store_true", help="machine-readable output")
 
@@ -26479,11 +26511,7 @@ def _managed_plan(c: Context) -> dict:
     then the last choice."""
     def quiet(text: str) -> None:
         log.info("%s", text)
-    try:
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-    except ValueError:
-        plan = {}
-    config = c.config
+    plan, config = c.last_start(), c.config
     if not c.ns.active:
         if c.config.model or not plan.get("model") or read_registry(
                 c.config, c.where, c.edges).active:
@@ -26898,11 +26926,8 @@ def cmd_model_use(c: Context) -> int:
           settings=_MODEL_SETTINGS, group="model")
 def cmd_model_remove(c: Context) -> int:
     """Take a model out of the registry; its files stay unless --purge."""
-    in_use = ""
-    if running_daemon(c.where, c.edges):
-        with contextlib.suppress(ValueError):
-            in_use = str(json.loads(c.edges.disk.read_text(
-                c.where.file("active.json")) or "{}").get("model") or "")
+    in_use = str(c.last_start().get("model") or "") \
+        if running_daemon(c.where, c.edges) else ""
     remove_model(c.ns.name, c.config, c.where, c.edges, c.say, purge=c.ns.purge,
                  force=c.ns.force, in_use=in_use)
     return 0
@@ -27472,11 +27497,7 @@ class _ModelHere(NamedTuple):
 
 def _models_here(c: Context) -> list:
     "Registered models, the one in use, and those that toki fetched."
-    try:
-        active = str(json.loads(c.edges.disk.read_text(c.where.file("active.json"))
-                                or "{}").get("model") or "")
-    except ValueError:
-        active = ""
+    active = str(c.last_start().get("model") or "")
     registry = read_registry(c.config, c.where, c.edges)
     rows = [_ModelHere(e.name, entry_paths(e, registry, c.edges)[0], e.ctx, False)
             for e in registry.models.values()]
@@ -27519,7 +27540,7 @@ def _use_model(c: Context, name: str, ctx: int) -> None:
 def _as_before(c: Context) -> Config:
     "The settings, with engine and model of the last start where they name none."
     config = _fresh(c)
-    last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+    last = c.last_start()
     return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
                       model=config.model or last.get("entry") or last.get("model", ""))
 
