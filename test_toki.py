@@ -3158,6 +3158,28 @@ class EdgesRoom(Case):
         if os.name != "nt":
             self.assertEqual(os.stat(where.file("token")).st_mode & 0o777, 0o600)
 
+    def test_first_starts_at_once_agree_on_one_token(self):
+        where, together = toki.places({}, self.folder()), threading.Barrier(8)
+
+        class Disk(toki.Disk):
+            def create(self, path, data):
+                together.wait(10)        # all have seen that there is none
+                return super().create(path, data)
+        edges, got = toki.REAL._replace(disk=Disk()), []
+        threads = [threading.Thread(target=lambda: got.append(
+            toki.local_token(edges, where))) for _ in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(20)
+        self.assertEqual(got, [toki.local_token(toki.REAL, where, create=False)] * 8)
+        self.assertTrue(got[0])
+        with open(where.file("token"), "w"):                 # a full disk left it empty
+            pass
+        again = toki.local_token(toki.REAL, where)
+        self.assertEqual((len(again) > 20, toki.local_token(toki.REAL, where)),
+                         (True, again))
+
 
 # ============================================================================
 # ENGINE

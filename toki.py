@@ -10882,6 +10882,17 @@ class Disk:
                 os.unlink(temp)
             raise
 
+    def create(self, path: str, data: bytes) -> bool:
+        "A new owner-only file; False, and nothing is written, when it is there."
+        self.folder(os.path.dirname(path))
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+        return True
+
     def mode(self, path: str) -> int:
         "Permission bits of a file; OSError when there is none."
         return os.stat(path).st_mode & 0o777
@@ -11743,12 +11754,21 @@ def cpu_count() -> int:
 
 
 def local_token(edges: Edges, where: Places, create: bool = True) -> str:
-    "The token of this machine's toki, from a file that only its owner can read."
+    """The token of this machine's toki, from a file that only its owner can read.  Of
+    those who `create` it at the same time one writes, and the others read."""
     path = where.file("token")
     token = edges.disk.read_text(path).strip()
-    if not token and create:
-        token = secrets.token_urlsafe(32)
-        edges.disk.write(path, token.encode() + b"\n")
+    if token or not create:
+        return token
+    token = secrets.token_urlsafe(32)
+    if edges.disk.create(path, token.encode() + b"\n"):
+        return token
+    for _ in range(100):
+        theirs = edges.disk.read_text(path).strip()
+        if theirs:
+            return theirs
+        edges.clock.sleep(0.01)
+    edges.disk.write(path, token.encode() + b"\n")       # it was left empty
     return token
 
 
