@@ -7503,21 +7503,20 @@ class Terminal(Case):
         t.keys("q")
         t.check_usable(0)
 
-    STUB = ("import collections, sys; sys.path.insert(0, sys.argv.pop())\n"
+    STUB = ("import sys; sys.path.insert(0, sys.argv.pop())\n"
             "import toki\n"
-            "Model = collections.namedtuple('Model', 'name file ctx active')\n"
-            "Agent = collections.namedtuple('Agent', 'name title install')\n"
-            "toki.AGENTS = tuple(Agent('a%d' % n, 'Agent %d' % n, 'npm i a%d' % n)\n"
-            "                    for n in range(1, 17))\n"
-            "toki.agent_version = lambda a, e: '2.1'\n"
-            "toki.launch = lambda a, c, x: print(a.title, 'was here') or 0\n"
+            "from collections import namedtuple\n"
+            "M = namedtuple('M', 'name file ctx active')\n"
+            "toki.agent_version = lambda a, e: '2.1' * (a.name == 'claude')\n"
+            "toki.launch = lambda a, c, x: (c.say(a.title + ' ran'), 0)[1]\n"
             "hall = toki._hall\n"
-            "models = lambda: [Model('m1', '/f1', 4096, True),\n"
-            "                  Model('m2', '/f2', 0, False)]\n"
-            "toki._hall = lambda c: hall(c)._replace(models=models,\n"
-            "    up=lambda: print('up was asked for'),\n"
-            "    restart=lambda: print('a restart was asked for'),\n"
-            "    use=lambda *a: print('use', *a))\n"
+            "def stub(c):\n"
+            "    def told(name):\n"
+            "        return lambda *a: c.say(f'{name} {a}')\n"
+            "    return hall(c)._replace(up=told('up'), use=told('use'),\n"
+            "        restart=told('restart'), models=lambda: [\n"
+            "        M('small', '/f', 4096, False), M('big', '/g', 8192, True)])\n"
+            "toki._hall = stub\n"
             "sys.exit(toki.main([]))\n")
 
     def stub(self):
@@ -7526,53 +7525,12 @@ class Terminal(Case):
             f.write(self.STUB)
         return path
 
-    def test_launcher_keys_change_models_and_the_stack(self):
-        t = self.begin(self.stub(), HERE)
-        t.wait("( • • )", "Agent 8", "2.1", "ready")
-
-        def away(*wanted):
-            t.wait(*wanted, "[Enter: back to toki]")
-            self.assertEqual(t.ask("alternate_on"), "0")
-            t.keys("Enter")
-            t.wait("( • • )", "Enter start")
-            t.keys("C-l")
-        for n in "123456789":
-            t.keys(n)
-            t.wait(f"Agent {int(n) - 1}" if n != "1" else "Toki Chat")
-        t.keys("Enter")
-        t.wait("Agent 8 ended")
-        t.keys("Right")
-        t.wait("m1", "m2", "c context")
-        t.keys("Left")
-        t.wait("Enter start")
-        t.keys("m", "Down", "Enter")
-        away("use m2 0")
-        t.keys("m", "c")
-        t.wait("context › 4096")
-        t.keys("C-u", "5", "1", "2", "Enter")
-        away("use m1 512")
-        t.keys("r")
-        away("a restart was asked for")
-        t.keys("Down")
-        t.resize(40, 12)
-        self.until(lambda: len(t.screen().splitlines()) <= 12
-                   and "Agent" in t.screen() and "q quit" not in t.screen().split("\n")[0])
-        for view, word in (("?", "any key"), ("s", "slots"), ("m", "m2")):
-            t.keys(view)
-            t.wait(word)
-            t.keys("Left")
-            self.until(lambda: "toki ●" in t.screen() and "Agent" in t.screen(), "the list")
-        t.resize(80, 24)
-        t.wait("( • • )", "Enter start")
-        t.keys("q")
-        t.check_usable(0)
-
     def test_u_starts_the_stack(self):
         t = Tmux(self, TOKI_STATE_DIR=self.folder(), TOKI_PORT="1")
         t.start(self.stub(), HERE)
-        t.wait("nothing runs", "Agent 1")
+        t.wait("nothing runs", "Claude Code")
         t.keys("u")
-        t.wait("up was asked for", "[Enter: back to toki]")
+        t.wait("up ()", "[Enter: back to toki]")
         t.keys("Enter")
         t.wait("nothing runs")
         t.keys("2", "Enter")
@@ -7582,25 +7540,17 @@ class Terminal(Case):
 
     def test_every_key_of_the_launcher(self):
         "Each key on the real screen; what takes an engine only says that it was asked."
-        script = os.path.join(self.folder(), "keys.py")
-        with open(script, "w", encoding="utf-8") as f:
-            f.write("import sys; sys.path.insert(0, sys.argv.pop())\n"
-                    "import toki\n"
-                    "from collections import namedtuple\n"
-                    "M = namedtuple('M', 'name file ctx active')\n"
-                    "toki.agent_version = lambda a, e: '2.1' * (a.name == 'claude')\n"
-                    "toki.launch = lambda a, c, x: (c.say(a.title + ' ran'), 0)[1]\n"
-                    "hall = toki._hall\n"
-                    "def stub(c):\n"
-                    "    def told(name):\n"
-                    "        return lambda *a: c.say(f'{name} {a}')\n"
-                    "    return hall(c)._replace(up=told('up'), use=told('use'),\n"
-                    "        restart=told('restart'), models=lambda: [\n"
-                    "        M('small', '/f', 4096, False), M('big', '/g', 8192, True)])\n"
-                    "toki._hall = stub\n"
-                    "sys.exit(toki.main([]))\n")
-        t = self.begin(script, HERE)
+        t = self.begin(self.stub(), HERE)
         t.wait("( • • )", "2.1", "ready")
+
+        def away(*wanted):
+            t.wait(*wanted, "[Enter: back to toki]")
+            self.assertEqual(t.ask("alternate_on"), "0")
+            t.keys("Enter")
+            t.wait("( • • )", "Enter start")
+            t.keys("C-l")
+        t.keys("2", "1")
+        t.wait("Toki Chat")
         for n, a in enumerate(toki.AGENTS[:8], 2):
             t.keys(str(n))
             t.wait(("Enter starts " if a.name == "claude" else "") + a.title
@@ -7611,27 +7561,32 @@ class Terminal(Case):
         t.wait("( • • )", "Claude Code ended")
         t.keys("Right")
         t.wait("small", "big", "c context")
-        t.keys("Up", "Enter")
-        t.wait("use ('small', 0)", "Enter: back")
-        t.keys("Enter")
+        t.keys("Left")
+        t.wait("Enter start")
+        t.keys("m", "Up", "Enter")
+        away("use ('small', 0)")
         t.wait("in use: small")
-        t.keys("m", "c", "C-u")
+        t.keys("m", "c")
+        t.wait("context › 8192")
+        t.keys("C-u")
         t.type("2048")
         t.wait("2048")
         t.keys("Enter")
-        t.wait("use ('big', 2048)", "Enter: back")
-        t.keys("Enter")
+        away("use ('big', 2048)")
         t.wait("in use: big")
-        t.keys("m")
-        t.wait("c context")
+        t.keys("r")
+        away("restart ()")
+        t.keys("Down")
         t.resize(40, 12)
-        self.until(lambda: len(t.screen().splitlines()) <= 12 and "big" in t.screen())
+        self.until(lambda: len(t.screen().splitlines()) <= 12
+                   and "Codex" in t.screen() and "q quit" not in t.screen().split("\n")[0])
+        for view, word in (("?", "any key"), ("s", "slots"), ("m", "big")):
+            t.keys(view)
+            t.wait(word)
+            t.keys("Left")
+            self.until(lambda: "toki ●" in t.screen() and "Codex" in t.screen(), "the list")
         t.resize(80, 24)
-        t.wait("c context")
-        t.keys("Left", "r")
-        t.wait("restart ()", "Enter: back")
-        t.keys("Enter")
-        t.wait("( • • )")
+        t.wait("( • • )", "Enter start")
         t.keys("s")
         t.wait("tokens of context a slot")
         t.keys("Left", "?")
@@ -7641,9 +7596,7 @@ class Terminal(Case):
         self.d.close()
         t.wait("nothing runs")
         t.keys("u")
-        t.wait("up ()", "Enter: back")
-        t.keys("Enter")
-        t.wait("( • • )")
+        away("up ()")
         t.keys("q")
         t.check_usable(0)
 
