@@ -12119,41 +12119,6 @@ class RealPage(Case):
         b.until("listening")
         self.assertEqual(b.errors(), [])
 
-    def test_accessibility_tree(self):
-        d = self.daemon(self.fake(), page=toki.PAGE)
-        b = self.visit(d)
-        self.say(b, "hello")
-        for view in ("#chat", "#cache"):
-            b.js("location.hash = arguments[0]", view)
-            b.until(f"!document.querySelector('{view}').hidden")
-            nodes = b.cdp("Accessibility.getFullAXTree")["nodes"]
-            roles = {}
-            for node in nodes:
-                if not node.get("ignored"):
-                    roles.setdefault(node["role"]["value"], []).append(
-                        node.get("name", {}).get("value", ""))
-            for role in ("button", "link", "textbox", "radio", "combobox", "image"):
-                self.assertNotIn("", roles.get(role, []), role)
-            self.assertEqual(len(roles["main"]), 1)
-            self.assertIn("Views", roles["navigation"])
-            self.assertEqual(roles["heading"][0], "toki")
-        live = {n["role"]["value"]: {p["name"]: p["value"].get("value")
-                                     for p in n["properties"]}.get("live")
-                for n in nodes if n.get("role", {}).get("value") in ("status", "log")}
-        self.assertEqual(live, {"status": "polite", "log": "polite"})
-
-    def test_a_reply_is_heard_while_it_grows(self):
-        fake = self.fake(decode_ms=5)
-        fake.speech = "One sentence. Another one.\n\nThe end"
-        b = self.visit(self.daemon(fake, page=toki.PAGE))
-        self.say(b, "go", max_tokens=400)
-        heard = b.js("return [...document.querySelectorAll('#heard p')].map("
-                     "(p) => p.textContent)")
-        self.assertGreater(len(heard), 1)
-        self.assertEqual(" ".join(" ".join(heard).split()),
-                         " ".join(b.js("return here.messages[1].text").split()))
-        self.assertIn("complete", b.js("return document.getElementById('say').innerText"))
-
     CONTRAST = """
       const paint = document.createElement("canvas").getContext("2d");
       const rgba = (c) => { paint.clearRect(0, 0, 1, 1); paint.fillStyle = c;
@@ -12230,120 +12195,59 @@ class RealPage(Case):
                 seen += 1
             self.assertGreater(seen, 10)
 
-    def test_what_is_kept_can_be_taken_along(self):
-        "The list of conversations: open, export, remove, import; only sound ones come in."
-        b = self.visit(self.daemon(self.fake(), page=toki.PAGE))
-        self.say(b, "first talk")
-        b.js("startNew()")
-        self.say(b, "second talk")
-        names = ("return [...document.querySelectorAll('#list li > button:first-child')]"
-                 ".map((x) => x.textContent)")
-        self.assertEqual(b.js(names), ["second talk", "first talk"])
-        b.js("const made = URL.createObjectURL; URL.createObjectURL = (blob) => { "
-             "blob.text().then((t) => { window.exported = t; }); return made(blob); }; "
-             "HTMLAnchorElement.prototype.click = function () { "
-             "window.file = this.download; }; document.getElementById('export').click()")
-        b.until("window.exported")
-        self.assertEqual(b.js("return window.file"), "toki-conversations.json")
-        data = json.loads(b.js("return window.exported"))
-        self.assertEqual(len(data["conversations"]), 2)
-        b.js("document.querySelector('#list button.small').click()")
-        b.until("document.getElementById('sure').open")
-        b.keys("tab", "enter")
-        b.until("document.querySelectorAll('#list li').length === 1")
-        self.assertEqual(b.js(names), ["first talk"])
-        put = ("const d = new DataTransfer(); d.items.add(new File([arguments[0]], 'x.json"
-               "')); const f = document.getElementById('file'); f.files = d.files; "
-               "f.dispatchEvent(new Event('change'))")
-        data["conversations"].append({"id": 7, "messages": "no"})
-        b.js(put, json.dumps(data))
-        b.until("document.querySelectorAll('#list li').length === 2")
-        self.assertEqual(b.js("return document.getElementById('say').innerText"),
-                         "2 conversations imported")
-        b.js("[...document.querySelectorAll('#list button')].find((x) => "
-             "x.textContent === 'first talk').click()")
-        b.until("document.querySelector('.user .said')?.textContent === 'first talk'")
-        b.js(put, "no json")
-        b.until("document.getElementById('sure').open")
-        b.keys("escape")
-        self.assertEqual(b.errors(), [])
-
-    def test_drop_says_what_it_takes_away(self):
-        server = RealServer(tiny("llama-dense"))
-        self.addCleanup(server.stop)
-        d = self.daemon(server, page=toki.PAGE, shelf_dir=server.home)
-        b = self.visit(d)
-        c = Client(d)
-        c.json("POST", "/toki/cache/warm", {"ask": {"messages": [
-            {"role": "system", "content": "Warm words. " * 60}]}},
-            headers={"x-api-key": c.token})
-        b.js("location.hash = '#cache'")
-        drop = "[...document.querySelectorAll('#forest button')].find((x) => " \
-               "x.textContent === 'Drop')"
-        b.until(drop)
-        before = len(c.json("GET", "/toki/state")["shelf"]["snapshots"])
-        b.js(f"{drop}.click()")
-        self.until(lambda: len(c.json("GET", "/toki/state")["shelf"]["snapshots"])
-                   == before - 1, "one snapshot less")
-        self.assertEqual(b.errors(), [])
-
-    def test_another_model_is_chosen(self):
-        d, c = RealSwap.stack(self, swap="ask")
-        d.page = d.gateway.page = toki.PAGE
-        b = self.visit(d)
-        self.assertEqual(sorted(b.js("return [...document.getElementById('model').options]"
-                                     ".map((x) => x.value)")), ["one", "two"])
-        for name in ("two", "one"):
-            b.js("const m = document.getElementById('model'); m.value = arguments[0]; "
-                 "m.dispatchEvent(new Event('change'))", name)
-            self.say(b, "hello " + name)
-            self.assertEqual(c.json("GET", "/toki/state")["recent"][-1]["model"], name)
-            self.assertIn(name, b.js("return [...document.querySelectorAll("
-                                     "'.assistant header')].pop().innerText"))
-        self.assertEqual(b.errors(), [])
-
     def test_everything_that_takes_a_key_has_a_name_in_every_dialog(self):
+        "... and the tree that screen readers see has its landmarks."
         d = self.daemon(self.fake(), page=toki.PAGE)
         b = self.visit(d)
         self.say(b, "hello")
-        for opener in ("", "tune", "keys", "warm"):
-            if opener == "warm":
-                b.js("location.hash = '#cache'")
-                b.until("!document.querySelector('#cache').hidden")
+        for view, opener in (("chat", ""), ("chat", "tune"), ("chat", "keys"),
+                             ("cache", ""), ("cache", "warm")):
+            b.js("location.hash = arguments[0]", view)
+            b.until(f"!document.querySelector('#{view}').hidden")
             if opener:
                 b.js("document.getElementById(arguments[0]).click()", opener)
                 b.until("document.querySelector('dialog[open]')")
             nodes = [n for n in b.cdp("Accessibility.getFullAXTree")["nodes"]
                      if not n.get("ignored")]
-            named = [(n["role"]["value"], n.get("name", {}).get("value", "").strip())
-                     for n in nodes]
-            for role, name in named:
-                if role in ("button", "link", "textbox", "searchbox", "combobox",
-                            "checkbox", "radio", "slider", "spinbutton", "dialog",
-                            "navigation"):
-                    self.assertTrue(name, (opener, role))
-            self.assertIn("button", [role for role, _ in named], opener)
+            roles = {}
+            for n in nodes:
+                roles.setdefault(n["role"]["value"], []).append(
+                    n.get("name", {}).get("value", "").strip())
+            for role in ("button", "link", "textbox", "searchbox", "combobox", "image",
+                         "checkbox", "radio", "slider", "spinbutton", "dialog",
+                         "navigation"):
+                self.assertNotIn("", roles.get(role, []), (view, opener, role))
+            self.assertTrue(roles["button"])
             if opener:
-                self.assertIn("dialog", [role for role, _ in named])
+                self.assertTrue(roles["dialog"])
                 b.keys("escape")
                 b.until("!document.querySelector('dialog[open]')")
-            else:
-                self.assertIn("main", [role for role, _ in named])
-                live = [n for n in nodes for p in n.get("properties", [])
-                        if p["name"] == "live" and p["value"]["value"] == "polite"]
-                self.assertTrue(live)
+                continue
+            self.assertEqual(len(roles["main"]), 1)
+            self.assertIn("Views", roles["navigation"])
+            self.assertEqual(roles["heading"][0], "toki")
+            live = {n["role"]["value"]: {p["name"]: p["value"].get("value")
+                                         for p in n["properties"]}.get("live")
+                    for n in nodes if n["role"]["value"] in ("status", "log")}
+            self.assertEqual(live, {"status": "polite", "log": "polite"})
         self.assertEqual(b.errors(), [])
 
-    def test_a_reply_is_announced_when_it_is_whole(self):
-        d = self.daemon(self.fake(decode_ms=5), page=toki.PAGE)
-        b = self.visit(d)
-        b.js("window.heard = []; new MutationObserver(() => heard.push(document."
+    def test_a_reply_is_heard_while_it_grows_and_announced_when_it_is_whole(self):
+        fake = self.fake(decode_ms=5)
+        fake.speech = "One sentence. Another one.\n\nThe end"
+        b = self.visit(self.daemon(fake, page=toki.PAGE))
+        b.js("window.said = []; new MutationObserver(() => said.push(document."
              "getElementById('say').textContent)).observe(document.getElementById("
              "'say'), {childList: true, characterData: true, subtree: true})")
-        self.say(b, "hello")
-        b.until("heard.some((x) => x.startsWith('Reply complete. '))")
-        self.assertRegex(b.js("return heard.at(-1)"), r"\d+ of \d+ tokens reused\.")
-        self.assertLess(b.js("return heard.length"), 6)      # no word by word
+        self.say(b, "go", max_tokens=400)
+        heard = b.js("return [...document.querySelectorAll('#heard p')].map("
+                     "(p) => p.textContent)")
+        self.assertGreater(len(heard), 1)
+        self.assertEqual(" ".join(" ".join(heard).split()),
+                         " ".join(b.js("return here.messages[1].text").split()))
+        b.until("said.some((x) => x.startsWith('Reply complete. '))")
+        self.assertRegex(b.js("return said.at(-1)"), r"\d+ of \d+ tokens reused\.")
+        self.assertLess(b.js("return said.length"), 6)       # no word by word
 
     def test_first_paint_takes_one_answer_under_100_kb(self):
         d = self.daemon(self.fake(), page=toki.PAGE)
@@ -12366,25 +12270,38 @@ class RealPage(Case):
             c.chat([{"role": "system", "content": say(f"head {n}", 300)},
                     {"role": "user", "content": "hello"}], 4)
         c.json("POST", "/toki/cache/save", {}, headers={"x-api-key": c.token})
+        c.json("POST", "/toki/cache/warm", {"ask": {"messages": [
+            {"role": "system", "content": "Warm words. " * 60}]}},
+            headers={"x-api-key": c.token})
         b = self.visit(d)
         b.js("location.hash = '#cache'")
-        b.until("[...document.querySelectorAll('#forest button')].some((x) => "
-                "x.textContent === 'Drop')")
-        before = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
-        name = b.js("const x = [...document.querySelectorAll('#forest button')].find("
-                    "(x) => x.textContent === 'Drop'); const name = x.getAttribute("
-                    "'aria-label'); x.click(); return name")
-        self.assertRegex(name, r"^Drop .*\d+ tokens$")
-        b.until("document.getElementById('say').textContent.startsWith('drop: ')")
-        after = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
-        self.assertEqual(len(before - after), 1)
-        self.assertEqual(after - before, set())
+        drops = "[...document.querySelectorAll('#forest button')].filter((x) => " \
+                "x.textContent === 'Drop')"
+        b.until(drops + ".length")
+        for which in (0, -1):
+            before = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+            b.until(f"{drops}.length === {len(before)}")
+            b.js("document.getElementById('say').textContent = ''")
+            name = b.js(f"const x = {drops}.at(arguments[0]); "
+                        "const name = x.getAttribute('aria-label'); x.click(); "
+                        "return name", which)
+            self.assertRegex(name, r"^Drop .*\d+ tokens$")
+            b.until("document.getElementById('say').textContent.startsWith('drop: ')")
+            after = {s["id"] for s in c.json("GET", "/toki/state")["shelf"]["snapshots"]}
+            self.assertEqual((len(before - after), after - before), (1, set()))
         self.assertEqual(b.errors(), [])
 
     def test_conversations_leave_and_come_back(self):
+        "Named in a list, exported, removed, imported (only sound ones), gone on with."
         d = self.daemon(self.fake(), page=toki.PAGE)
         b = self.visit(d)
-        self.say(b, "words to keep")
+        self.say(b, "first talk")
+        first = b.js("return here.messages[1].text")
+        b.js("startNew()")
+        self.say(b, "second talk")
+        names = ("return [...document.querySelectorAll('#list li > button:first-child')]"
+                 ".map((x) => x.textContent)")
+        self.assertEqual(b.js(names), ["second talk", "first talk"])
         folder = self.folder()
         b.cdp("Browser.setDownloadBehavior", behavior="allow", downloadPath=folder)
         b.js("document.getElementById('export').click()")
@@ -12393,14 +12310,18 @@ class RealPage(Case):
         with open(path, encoding="utf-8") as f:
             kept = json.load(f)
         self.assertEqual((kept["schema"], kept["toki"]), (1, "conversations"))
-        self.assertEqual([m["role"] for m in kept["conversations"][0]["messages"]],
-                         ["user", "assistant"])
-        reply = b.js("return here.messages[1].text")
+        self.assertEqual([[m["role"] for m in c["messages"]]
+                          for c in kept["conversations"]], [["user", "assistant"]] * 2)
+        b.js("document.querySelector('#list button.small').click()")
+        b.until("document.getElementById('sure').open")
+        b.keys("tab", "enter")
+        b.until("document.querySelectorAll('#list li').length === 1")
+        self.assertEqual(b.js(names), ["first talk"])
         b.js("localStorage.clear()")
         b.go("about:blank")
         b.go(f"http://127.0.0.1:{Client(d).port}/")
         b.until("document.getElementById('model').options.length")
-        self.assertEqual(b.js("return document.querySelectorAll('#list button').length"), 0)
+        self.assertEqual(b.js(names), [])
         field = b.ask("POST", "/element", {"using": "css selector", "value": "#file"})
         field = "/element/" + next(iter(field.values())) + "/value"
         wrong = os.path.join(folder, "wrong.json")
@@ -12411,11 +12332,17 @@ class RealPage(Case):
                 "'cannot be imported')")
         b.keys("escape")
         b.until("!document.querySelector('dialog[open]')")
+        kept["conversations"].append({"id": 7, "messages": "no"})
+        with open(path, "w", encoding="utf-8") as f:
+            json.dump(kept, f)
         b.ask("POST", field, {"text": path})
-        b.until("document.querySelector('#list button')")
-        b.js("document.querySelector('#list button').click()")
-        b.until("here.messages.length === 2")
-        self.assertEqual(b.js("return here.messages[1].text"), reply)
+        b.until("document.querySelectorAll('#list li').length === 2")
+        self.assertEqual(b.js("return document.getElementById('say').innerText"),
+                         "2 conversations imported")
+        b.js("[...document.querySelectorAll('#list button')].find((x) => "
+             "x.textContent === 'first talk').click()")
+        b.until("document.querySelector('.user .said')?.textContent === 'first talk'")
+        self.assertEqual(b.js("return here.messages[1].text"), first)
         b.js("document.getElementById('box').focus()")
         b.keys("and on", "enter")
         b.until("!running && here.messages.length === 4")
@@ -12423,18 +12350,20 @@ class RealPage(Case):
 
     def test_the_page_changes_models(self):
         d, c = RealSwap.stack(self, page=toki.PAGE, swap="ask")
-        self.assertEqual({m["id"] for m in c.json("GET", "/v1/models")["data"]},
-                         {"one", "two"})
         b = self.visit(d)
-        chosen = "return document.getElementById('model').value"
-        self.assertEqual(b.js(chosen), "one")
+        self.assertEqual(sorted(b.js("return [...document.getElementById('model').options]"
+                                     ".map((x) => x.value)")), ["one", "two"])
+        self.assertEqual(b.js("return document.getElementById('model').value"), "one")
         for name in ("two", "one"):
             b.js("const m = document.getElementById('model'); m.value = arguments[0]; "
                  "m.dispatchEvent(new Event('change'))", name)
-            b.js("document.getElementById('new').click()")
-            self.say(b, "hello", max_tokens=4)
-            self.assertEqual(b.js("return here.messages[1].error || ''"), "")
-            self.assertEqual(c.json("GET", "/toki/state")["engine"]["model"], name)
+            self.say(b, "hello " + name, max_tokens=4)
+            self.assertEqual(b.js("return here.messages.at(-1).error || ''"), "")
+            state = c.json("GET", "/toki/state")
+            self.assertEqual((state["recent"][-1]["model"], state["engine"]["model"]),
+                             (name, name))
+            self.assertIn(name, b.js("return [...document.querySelectorAll("
+                                     "'.assistant header')].pop().innerText"))
         b.js("localStorage.removeItem('toki.model')")
         c.json("POST", "/toki/use", {"model": "two"}, headers={"x-api-key": c.token})
         b.until("document.getElementById('model').value === 'two'")      # it follows
