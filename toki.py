@@ -15452,8 +15452,8 @@ class Desk:
 
     # ---- names ----------------------------------------------------------------
     def _save(self, body: dict) -> dict:
-        label = self._ref(body) or time.strftime(
-            "save-%Y%m%d-%H%M%S", time.gmtime(self.edges.clock.wall()))
+        label = self._ref(body) or "save-" + re.sub(
+            "[-:Z]", "", time_text(self.edges.clock.wall())).replace("T", "-")
         if label == "all" or not re.fullmatch(r"[\w.:+-]{1,64}", label):
             raise BadAsk(f"{label!r} is no name for a save", "use letters, digits and "
                          "._:+- , at most 64")
