@@ -18153,7 +18153,7 @@ def _siblings(path: str) -> list:
     return [f"{stem}-{n:05d}-of-{count:05d}{path[-5:]}" for n in range(1, count + 1)]
 
 
-def entry_paths(entry: Entry, registry: Registry, edges: Edges) -> list:
+def entry_paths(entry: Entry, registry: Registry) -> list:
     "Absolute paths of a model's files; relative ones start at the models file."
     folder = os.path.dirname(registry.path)
     paths = [os.path.normpath(os.path.join(folder, os.path.expanduser(f)))
@@ -18409,7 +18409,7 @@ def _import_files(path: str, config: Config, where: Places, edges: Edges,
             continue
         sums = _check_sums(paths, edges, say, sha256)
         old = known.models.get(called)
-        if old and not (link and entry_paths(old, known, edges) == list(paths)):
+        if old and not (link and entry_paths(old, known) == list(paths)):
             raise name_taken(called, {"file": old.repo or old.files[0]})
         checked.append((called, quant, paths, facts, sums))
     if not checked:
@@ -18451,7 +18451,7 @@ def old_registry(config: Config, where: Places, edges: Edges) -> str:
 def _try_inspect(entry: Entry, registry: Registry, edges: Edges) -> tuple:
     "(facts, '') of an entry, or (None, what is wrong)."
     try:
-        return inspect_model(entry_paths(entry, registry, edges), edges), ""
+        return inspect_model(entry_paths(entry, registry), edges), ""
     except BadModel as error:
         return None, error.message
 
@@ -18473,7 +18473,7 @@ def models_rows(registry: Registry, edges: Edges) -> list:
 def model_doc(entry: Entry, registry: Registry, edges: Edges,
               plan: Optional[MemoryPlan] = None) -> dict:
     "All that is known of a model, as `model show --json` prints it; BadModel."
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     return {"schema": REGISTRY_SCHEMA, "name": entry.name,
             "active": entry.name == registry.active, "files": paths,
             "facts": facts_json(inspect_model(paths, edges), plan),
@@ -18484,7 +18484,7 @@ def model_doc(entry: Entry, registry: Registry, edges: Edges,
 def model_text(entry: Entry, registry: Registry, edges: Edges,
                plan: Optional[MemoryPlan] = None) -> str:
     "A model's facts, registration and files as lines for people; BadModel."
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     rows = [("registered as", entry.name
              + (" (active)" if entry.name == registry.active else ""))]
     rows += [(k, ", ".join(n for n, _ in v) if k == "env" else ", ".join(map(str, v))
@@ -18516,7 +18516,7 @@ def check_models(config: Config, where: Places, edges: Edges, name: str = "",
 
 def _check_entry(entry: Entry, registry: Registry, where: Places, edges: Edges,
                  sums: bool) -> tuple:
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     edit = f"mend models.{entry.name} in {registry.path}"
     try:
         facts = inspect_model(paths, edges)
@@ -18559,7 +18559,7 @@ def use_model(name: str, config: Config, where: Places, edges: Edges,
     """
     registry = read_registry(config, where, edges)
     entry = registry.need(name)
-    facts = inspect_model(entry_paths(entry, registry, edges), edges)
+    facts = inspect_model(entry_paths(entry, registry), edges)
 
     def change(raw: dict) -> None:
         raw["active"] = entry.name
@@ -18570,7 +18570,7 @@ def use_model(name: str, config: Config, where: Places, edges: Edges,
     elif running:
         say("the toki that runs keeps its model until `toki down`, `toki up`")
     else:
-        say(f"`toki up` will start it: {entry_paths(entry, registry, edges)[0]}")
+        say(f"`toki up` will start it: {entry_paths(entry, registry)[0]}")
 
 
 def _fetched_files(entry: Entry, registry: Registry, where: Places,
@@ -18578,8 +18578,8 @@ def _fetched_files(entry: Entry, registry: Registry, where: Places,
     "(files that --purge may delete, sentences about those that stay)."
     others = {os.path.realpath(p) for e in registry.models.values()
               if e.name != entry.name
-              for p in [*entry_paths(e, registry, edges), *_projector(e, registry)]}
-    mine = [*entry_paths(entry, registry, edges), *_projector(entry, registry)]
+              for p in [*entry_paths(e, registry), *_projector(e, registry)]}
+    mine = [*entry_paths(entry, registry), *_projector(entry, registry)]
     root = os.path.realpath(where.models) + os.sep
     gone, stay = [], []
     for path in mine:
@@ -18611,7 +18611,7 @@ def remove_model(name: str, config: Config, where: Places, edges: Edges,
     """
     registry = read_registry(config, where, edges)
     entry = registry.need(name)
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     runs = bool(in_use) and os.path.realpath(in_use) in map(os.path.realpath, paths)
     if not force and (runs or entry.name == registry.active):
         raise UsageError(f"{entry.name} is the {'running' if runs else 'active'} model",
@@ -19157,7 +19157,7 @@ def find_model(config: Config, where: Places, edges: Edges,
                          "perhaps " + ", ".join(like) if like else "see `toki model "
                          "list`, or give the path of a GGUF file")
     if entry is not None:
-        paths = entry_paths(entry, registry, edges)
+        paths = entry_paths(entry, registry)
         inspect_model(paths, edges)
         return Finding(paths[0], f"registered as {entry.name}", entry=entry.name)
     for name in edges.disk.listing(where.models):
@@ -19950,7 +19950,7 @@ class Daemon:
         with contextlib.suppress(TokiError, OSError):
             registry = read_registry(self.base, self.where, self.edges)
             return {e.name: int(effective_shape(self.edges, self.where, entry_paths(
-                e, registry, self.edges)[0]).get("ctx") or e.ctx or 0)
+                e, registry)[0]).get("ctx") or e.ctx or 0)
                 for e in registry.models.values()}
         return {}
 
@@ -19962,7 +19962,7 @@ class Daemon:
         entry, keeper = registry.need(name), self.keeper
         config, more = entry_setup(entry, registry, self.base, self.edges)
         plan = {"schema": 1, "binary": self.plan["binary"],
-                "model": entry_paths(entry, registry, self.edges)[0], **more}
+                "model": entry_paths(entry, registry)[0], **more}
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
         log.info("changing over to %s", name)
@@ -20003,7 +20003,7 @@ class Daemon:
         entry = registry.need(name)
         config, more = entry_setup(entry, registry, self.base, self.edges)
         plan = {"schema": 1, "binary": self.plan["binary"],
-                "model": entry_paths(entry, registry, self.edges)[0], **more}
+                "model": entry_paths(entry, registry)[0], **more}
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
         for old, side in list(self.sides.items()):
@@ -20309,7 +20309,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
             fresh_log(where.file("logs", "daemon.err"), edges, 0)) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
-    record = _await_ready(process, config, where, edges, say)
+    record = _await_ready(process, where, edges, say)
     for why in _known_remedies(where, edges, plan).why:
         say(f"engine: {why} (remembered in {where.file(_REMEDIES)})")
     report = self_check(record, edges)
@@ -20318,7 +20318,7 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     return record
 
 
-def _await_ready(process: Any, config: Config, where: Places, edges: Edges,
+def _await_ready(process: Any, where: Places, edges: Edges,
                  say: Callable[[str], None]) -> dict:
     "Wait while the daemon starts and the model loads; TokiError with its last words."
     say("starting: the model is being loaded")
@@ -20993,7 +20993,7 @@ def _wire_named(name: str) -> Wire:
     return WIRES[agent.name]
 
 
-def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bool:
+def wire_client(name: str, c: Any, yes: bool = False) -> bool:
     """Point a client's own configuration here; False when that was declined.
 
     Shows the difference first, asks unless `yes`, keeps the bytes from before.  Raises
@@ -21002,7 +21002,7 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
     wire_, records = _wire_named(name), _records(c)
     if wire_.name in records:
         raise UsageError(f"{name} is wired already", f"toki unwire {name}")
-    facts = agent_facts(c, c.where.file("wired"), max_output)
+    facts = agent_facts(c, c.where.file("wired"))
     made = []
     for path, form, over in _targets(wire_, c, facts):
         data = _bytes_of(path, c.edges)
@@ -23347,9 +23347,8 @@ class _Workload:
         history.append({"role": "assistant", "content": reply})
 
 
-def _agents(w: _Workload, n: int, turns: int, words: int = 40,
-            head_seed: int = 1) -> None:
-    head = {"role": "system", "content": prose(head_seed, w.scale)}
+def _agents(w: _Workload, n: int, turns: int, words: int = 40) -> None:
+    head = {"role": "system", "content": prose(1, w.scale)}
     histories = [[head] for _ in range(n)]
     for turn in range(turns):
         for i, history in enumerate(histories):
@@ -23584,7 +23583,7 @@ def overhead_row(rig: Rig, n_tokens: int, runs: int = 5) -> dict:
     return row
 
 
-def emit(port: int, events: int, edges: Edges) -> None:
+def emit(port: int, events: int) -> None:
     "A stand-in engine that only streams, as fast as it can; for measuring the relay."
     timings = {"cache_n": 0, "prompt_n": 1, "prompt_ms": 1.0, "predicted_n": events,
                "predicted_ms": 1.0}
@@ -23787,7 +23786,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 # ============================================================================
 # 63. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
-#    STACK, BENCH.  offers: Bench, BenchPlan, ARMS, SIX, EVERYTHING, read_run.
+#    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
 #    alone    llama-server with its own defaults; its replies are the conversation
 #             that every arm then continues, so that all arms get equal prompts
@@ -23795,7 +23794,6 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 #    toki     the engine as toki starts it, toki in front
 #    url      any other front-end, when one is named
 # ============================================================================
-ARMS = ("fresh", "alone", "toki")
 SIX = ("interleaved", "cold_start", "crowd", "sidekick", "restart", "swap")
 EVERYTHING = (*WORKLOADS, *SIX)
 _SCHEMA = 1
@@ -26850,7 +26848,7 @@ def cmd_model_show(c: Context) -> int:
     if not c.ns.name and not registry.active:
         raise UsageError("no model is active", "name one of `toki model list`")
     entry = registry.need(c.ns.name or registry.active)
-    facts = inspect_model(entry_paths(entry, registry, c.edges), c.edges)
+    facts = inspect_model(entry_paths(entry, registry), c.edges)
     config, _ = entry_setup(entry, registry, c.config, c.edges)
     plan = None
     try:
@@ -26874,7 +26872,7 @@ def _check_loads(c: Context, name: str) -> tuple:
     registry = read_registry(c.config, c.where, c.edges)
     entry, daemon = registry.need(name), None
     config, more = entry_setup(entry, registry, c.config, c.edges)
-    path = entry_paths(entry, registry, c.edges)[0]
+    path = entry_paths(entry, registry)[0]
     where = Places(c.where.file("check"), c.where.config_file)
     try:
         engine = find_engine(config, c.where, c.edges, lambda text: None).path
@@ -27211,7 +27209,7 @@ def cmd_version(c: Context) -> int:
 def cmd_bench(c: Context) -> int:
     """Measure on this machine: workloads, situations, toki's own cost, soak, texts."""
     if c.ns.what == "emitter":
-        emit(c.config.port, c.ns.events, c.edges)
+        emit(c.config.port, c.ns.events)
         return 0
     if c.ns.what == "load":
         c.say(json.dumps(load(c.ns.url, c.ns.streams, c.ns.events, c.edges)))
@@ -27519,7 +27517,7 @@ def _models_here(c: Context) -> list:
     "Registered models, the one in use, and those that toki fetched."
     active = str(c.last_start().get("model") or "")
     registry = read_registry(c.config, c.where, c.edges)
-    rows = [_ModelHere(e.name, entry_paths(e, registry, c.edges)[0], e.ctx, False)
+    rows = [_ModelHere(e.name, entry_paths(e, registry)[0], e.ctx, False)
             for e in registry.models.values()]
     known = {r.file for r in rows}
     files = [active, *(os.path.join(c.where.models, n)
