@@ -12779,6 +12779,59 @@ class WhyRoom(Case):
         self.tells(w, "restart", "system")
         self.assertEqual((w["like_ask"], w["reused_tokens"]), (1, 0))
 
+    def test_without_the_engine_figures_speak_and_differing_text_is_unread(self):
+        fake, d, c = self.stage()
+        for row in self.texts():
+            for body in row[1:3]:
+                changed = self.ask(c, body)
+        lost = self.body(self.task(70), system="Yours. " + say("lost", 200))
+        self.ask(c, lost)
+        fake.kill()
+        d.keeper.watch_once()
+        fake.revive()
+        self.until(lambda: d.keeper.state == "ready")
+        again = self.ask(c, lost)
+        asks = d.keeper.ledger.history(d.keeper.run, again)
+        kinds = [(toki.diagnose(a, asks, d.engine.detokenize), toki.diagnose(
+            a, asks, None)) for a in asks]
+        for full, blind in kinds:        # what is said is never taken back
+            self.assertEqual(blind.like, full.like)
+            if blind.kind == "unread":
+                self.assertEqual(blind.at, full.at)
+            else:
+                self.assertEqual(blind.kind, full.kind)
+        unread = sum(blind.kind == "unread" for _, blind in kinds)
+        self.assertGreaterEqual(unread, len(self.texts()))
+        self.assertLess(unread, len(asks) - 2)
+        fake.kill()
+        w = self.why(c, again)
+        self.assertEqual((w["class"], w["mine"]), ("restart", ""))
+        w = self.why(c, changed)
+        self.assertEqual((w["class"], w["mine"]), ("unread", ""))
+        self.assertIn("when it is back", toki.why_text(w))
+
+    def test_asks_answered_by_an_engine_beside_are_found(self):
+        "One count for all; `why`, `latest` and `--forget` mean every engine's asks."
+        _, d, c = self.stage()
+        _, beside, _ = self.stage()
+        beside.keeper.number = d.keeper.number
+        d.gateway.beside = lambda model: beside.gateway if model == "two" else None
+        d.gateway.sides = lambda: {"two": beside.gateway}
+        mine, theirs = self.body(self.task(1)), self.body(self.task(2), model="two")
+        numbers = [self.ask(c, b) for b in (mine, theirs, mine, theirs)]
+        self.assertEqual(numbers, [1, 2, 3, 4])
+        self.assertEqual([self.why(c, n)["like_ask"] for n in numbers], [0, 0, 1, 2])
+        self.assertEqual(self.why(c, "latest")["ask"], 4)
+        state = ("--state-dir", d.where.state)
+        table = self.main("why", *state, code=0)[1]
+        self.assertEqual(re.findall(r"(?m)^ *(\d+)  (new|none)", table),
+                         [("1", "new"), ("2", "new"), ("3", "none"), ("4", "none")])
+        error = self.why(c, 9, 404)["error"]["message"]
+        self.assertIn("the latest one is 4", error)
+        self.main("why", "--forget", *state, code=0)
+        for n in numbers:
+            self.assertIn("forgotten", self.why(c, n, 404)["error"]["message"])
+
     def test_a_restart_of_toki_and_engine(self):
         "Asks count from 1 again; what an earlier run computed is still remembered."
         state = self.folder()
@@ -18085,6 +18138,11 @@ class RealSwap(Real):
         self.assertEqual(sorted(out), [("one", "one")] * 2 + [("two", "two")] * 2)
         fleet = c.json("GET", "/toki/state")["fleet"]
         self.assertEqual(list(fleet), ["two"])
+        numbers = [row["ask"] for row in fleet["two"]["recent"]]
+        self.assertEqual(len({*numbers, *(row["ask"] for row in c.json(
+            "GET", "/toki/state")["recent"])}), 8)
+        why = c.json("GET", f"/toki/why/{numbers[-1]}", headers={"x-api-key": c.token})
+        self.assertEqual(why["ask"], numbers[-1])
         self.assertEqual((fleet["two"]["engine"]["state"], fleet["two"]["counters"]["asks"]),
                          ("ready", 4))
         first = c.json("POST", "/v1/responses", {
@@ -18101,6 +18159,15 @@ class RealSwap(Real):
         time.sleep(2.1)                  # what was sent to `two` has surely arrived
         self.assertEqual(c.chat("hello", 4, model="three")["model"], "three")
         self.assertEqual(list(c.json("GET", "/toki/state")["fleet"]), ["three"])
+        error = c.json("GET", f"/toki/why/{numbers[-1]}", None, 404,
+                       headers={"x-api-key": c.token})["error"]["message"]
+        self.assertIn("an engine beside that ended", error)
+        c.json("POST", "/toki/forget", {}, headers={"x-api-key": c.token})
+        for name in ("two", "three"):
+            with contextlib.closing(sqlite3.connect(d.where.file(
+                    "fleet", name, "ledger.db"))) as db:
+                self.assertEqual(db.execute("SELECT count(*) FROM tokens").fetchone(),
+                                 (0,), name)
         self.assertGreater(self.turn(c, "one", "again", model="one")["reused_tokens"], 1800)
 
     def test_a_model_that_does_not_start_gives_the_place_back(self):

@@ -6349,6 +6349,8 @@ REMEDIES = {
               "template, arguments re-serialized...): send it back as it came",
     "token boundary": "same text, other tokens: the text was cut at another place",
     "compaction": "the client shortened its history; the new one is kept from now on",
+    "unread": "the text differs there; only the engine knows it: ask again when it is "
+              "back",
     "evicted": "its slot was given to another ask and nothing had been saved: more "
                "--slots, or a larger shelf",
     "kept": "the slot that holds it keeps another conversation: the shelf would copy "
@@ -6394,12 +6396,13 @@ class Diagnosis(NamedTuple):
         return REMEDIES[self.kind]
 
 
-def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
+def diagnose(ask: Ask, past: Sequence[Ask], text: Optional[Callable[[Tokens], str]],
              kind: str = "rewindable") -> Diagnosis:
     """Compare an ask with the earlier ones and name what was lost, where and why.
 
-    `past`: earlier asks, any order; `text` turns tokens into text; `kind` is the
-    engine's memory kind.
+    `past`: earlier asks, any order; `text` turns tokens into text, None: nobody can
+    now, and a difference in the text stays "unread"; `kind` is the engine's memory
+    kind.
     """
     if ask.mode == "raw":
         return Diagnosis("raw", 0, 0, "", 0, "", "")
@@ -6411,7 +6414,8 @@ def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
     before = max(0, min(common, n - 1) - ask.reused)
     behind = _known_again(ask.tokens, other.tokens, max(common, ask.reused))
     unused = _reply_unused(ask, other, common)
-    cause = _textual(ask, other, common, behind, bool(unused), read)
+    cause = _textual(ask, other, common, behind, bool(unused), read) \
+        if text is not None else _unread(ask, other, common, behind, bool(unused))
     if before >= BLOCK:
         reach, by = _out_of_reach(ask, other, past, common, kind)
         # As it was before, the text would have gone on in its slot: that comes first.
@@ -6424,14 +6428,14 @@ def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
                      *_sides(ask, other, common, read))
 
 
-def _remembering(text: Callable[[Tokens], str]) -> Callable[[Tokens], str]:
-    "The same, asked once for each piece."
+def _remembering(text: Optional[Callable[[Tokens], str]]) -> Callable[[Tokens], str]:
+    "The same, asked once for each piece; '' for all without it."
     known: dict = {}
 
     def read(tokens: Tokens) -> str:
         key = tokens.tobytes()
         if key not in known:
-            known[key] = text(tokens) if tokens else ""
+            known[key] = text(tokens) if tokens and text is not None else ""
         return known[key]
     return read
 
@@ -6539,17 +6543,35 @@ def _sides(ask: Ask, other: Ask, common: int, read: Callable[[Tokens], str]) -> 
     return [(word + side)[:200] if side else "" for side in after]
 
 
+def _at_its_end(other: Ask, common: int) -> bool:
+    "Do all messages of the other ask but its last lie in front of the difference?"
+    return common >= (other.starts[-1] if other.starts
+                      else len(other.tokens) - BLOCK // 4)
+
+
+def _shortened(ask: Ask, other: Ask) -> bool:
+    return len(ask.tokens) < 0.6 * len(other.tokens) and _thread(ask) == _thread(other)
+
+
+def _unread(ask: Ask, other: Ask, common: int, behind: int, unused: bool) -> str:
+    "\"none\" where lengths alone say that the text is not at fault; else \"unread\"."
+    goes_on = len(ask.tokens) - max(common, ask.reused) <= BLOCK // 4 \
+        or not unused and (_at_its_end(other, common)
+                           or behind < _RUN and not _shortened(ask, other))
+    return "none" if goes_on else "unread"
+
+
 def _textual(ask: Ask, other: Ask, common: int, behind: int,
              unused: bool, read: Callable[[Tokens], str]) -> str:
     """The class of a difference in the text; `behind` of the tokens after it are known,
     `unused`: a reply was lost with it."""
-    n, m = len(ask.tokens), len(other.tokens)
+    n = len(ask.tokens)
     first, number, _ = _place(ask, common, read)
     replay = all(_place(a, common, read)[2] == "assistant" for a in (ask, other))
-    ended = common >= (other.starts[-1] if other.starts else m - BLOCK // 4)
+    ended = _at_its_end(other, common)
     if n - max(common, ask.reused) <= BLOCK // 4 or ended and not unused:
         return "none"                    # it goes on where the other ended
-    if number <= 1 and n < 0.6 * m and _thread(ask) == _thread(other):
+    if number <= 1 and _shortened(ask, other):
         return "compaction"
     if ended or behind < _RUN:
         return "none" if not unused else "replay" if replay else "edited"
@@ -12194,7 +12216,7 @@ class Engine:
             "parse_special": True})["tokens"]
 
     def detokenize(self, tokens: Tokens) -> str:
-        return self.json("POST", "/detokenize", {"tokens": list(tokens)})["content"]
+        return self.json("POST", "/detokenize", {"tokens": list(tokens)}, 20)["content"]
 
     def learn_controls(self, text: str) -> dict:
         """Which control-token-like strings of this text are control tokens here.
@@ -14216,6 +14238,7 @@ class Keeper:
         self.open_by_client: dict = {}
         self.last_grant: dict = {}       # client -> number of its latest grant
         self.asks = self.grants = self.opened = self.ended = 0
+        self.number = itertools.count(1).__next__    # shared with engines beside
         self.arriving = 0                # asks whose tokens are being made
         self.up = threading.Event()
         self.state = "absent"            # absent | loading | ready | sleeping
@@ -14586,7 +14609,7 @@ class Keeper:
                            f"{c.max_per_client}", "wait for one to end", status=429,
                            code="rate_limit_exceeded", retry_s=1)
             self.open_by_client[request.client] = mine + 1
-            self.asks += 1
+            self.asks = self.number()
             ticket = _Ticket(self.asks, request, prompt,
                              len(prompt.tokens) if prompt else 0, now)
             self.tickets.append(ticket)
@@ -15066,12 +15089,16 @@ class Keeper:
         known = self.ledger.history(self.run, ask)
         if not known or known[0].ask != ask:
             raise Missing(f"ask {ask} is not in the history",
-                          f"the latest one is {self.asks}")
+                          f"the latest one is {self.asks}", code="unknown_ask")
         mine, info = known[0], self.engine.info
         if not mine.tokens:
             raise Missing(f"the tokens of ask {ask} are not known",
                           "it was not answered, had pictures, or was forgotten")
-        d = diagnose(mine, known[1:], self._text, info.kind if info else "rewindable")
+        kind = info.kind if info else "rewindable"
+        try:
+            d = diagnose(mine, known[1:], self._text, kind)
+        except TokiError:                # the engine is away: what figures alone say
+            d = diagnose(mine, known[1:], None, kind)
         rate = self.book.rates.prefill_ms
         row = next((r for r in self.recent if r["ask"] == ask), {})
         return {"ask": ask, "class": d.kind, "prompt_tokens": len(mine.tokens),
@@ -16932,7 +16959,8 @@ class Gateway:
         self.registered: Callable[..., dict] = lambda everything=False: {}
         # model -> the gateway in front of an engine of its own, None: there is none
         self.beside: Callable[[str], Optional[Gateway]] = lambda model: None
-        self.fleet: Callable[[], dict] = lambda: {}  # model -> its state document
+        self.sides: Callable[[], dict] = lambda: {}  # model -> the gateway beside
+        self.forget_ended: Callable[[], None] = lambda: None     # ... that are no more
 
     # ---- doorkeeping --------------------------------------------------------
     def __call__(self, x: Exchange) -> None:
@@ -17246,7 +17274,8 @@ class Gateway:
                "text/plain; version=0.0.4")
 
     def _state(self, x: Exchange) -> None:
-        x.send_json(200, dict(self.keeper.document(), fleet=self.fleet()))
+        x.send_json(200, dict(self.keeper.document(), fleet={
+            model: side.keeper.document() for model, side in self.sides().items()}))
 
     def _page(self, x: Exchange) -> None:
         if not self.page:
@@ -17304,15 +17333,28 @@ class Gateway:
 
     def _why_ask(self, x: Exchange) -> None:
         asked = x.path.rpartition("/")[2]
-        if asked == "latest":
-            asked = str(self.keeper.asks)
+        keepers = [self.keeper, *(side.keeper for side in self.sides().values())]
+        latest = max(keeper.asks for keeper in keepers)
+        asked = str(latest) if asked == "latest" else asked
         if not asked.isdigit():
             raise BadAsk(f"{asked[:40]!r} is no number of an ask", "or say `latest`")
-        x.send_json(200, self.keeper.why(int(asked)))
+        for keeper in keepers:
+            try:
+                x.send_json(200, keeper.why(int(asked)))
+                return
+            except Missing as error:
+                if error.code != "unknown_ask":
+                    raise
+        raise Missing(f"ask {asked[:40]} is not in the history",
+                      f"the latest one is {latest}" + (
+                          "; an engine beside that ended took its asks along"
+                          if self.config.swap.isdigit() else ""))
 
     def _forget(self, x: Exchange) -> None:
-        if self.keeper.ledger is not None:
-            self.keeper.ledger.forget()
+        for gateway in (self, *self.sides().values()):
+            if gateway.keeper.ledger is not None:
+                gateway.keeper.ledger.forget()
+        self.forget_ended()
         self.recall.forget()
         x.send_json(200, {"status": "forgotten"})
 
@@ -20027,13 +20069,24 @@ class Daemon:
             return None
         side.lent = self.recall
         side._prepare()
+        side.keeper.number = self.keeper.number      # `toki why N` means one ask
         side._begin()
         return side
 
-    def fleet(self) -> dict:
-        "{model: state document} of the engines beside this one."
+    def gateways_beside(self) -> dict:
+        "{model: the gateway} in front of the engines beside this one."
         with self.side_lock:
-            return {name: side.keeper.document() for name, side in self.sides.items()}
+            return {name: side.gateway for name, side in self.sides.items()}
+
+    def forget_ended(self) -> None:
+        "Purge the token ids that engines beside left when they ended."
+        for name in self.edges.disk.listing(self.where.file("fleet")):
+            path = self.where.file("fleet", name, "ledger.db")
+            with self.side_lock:
+                if name not in self.sides and self.edges.disk.is_file(path):
+                    ledger = Ledger(path, self.edges)
+                    ledger.forget()
+                    ledger.close()
 
     def _take_plan(self, plan: dict) -> None:
         self.plan, self.remedies = plan, Remedies()
@@ -20142,7 +20195,8 @@ class Daemon:
                                           if ledger is not None else "")
         self.gateway = gateway = Gateway(self.keeper, config, token, edges,
                                          self.stop_flag.set, self.recall, self.page)
-        gateway.registered, gateway.fleet = self.registered, self.fleet
+        gateway.registered, gateway.sides = self.registered, self.gateways_beside
+        gateway.forget_ended = self.forget_ended
         if self.plan is not None:
             gateway.beside = self.beside
             gateway.turns = ModelTurns(self.plan.get("entry") or "", self.change_over,
@@ -26648,10 +26702,11 @@ def cmd_why(c: Context) -> int:
     if c.ns.ask:
         found = [c.ask_daemon("GET", f"/toki/why/{c.ns.ask}")]
     else:
-        found = []
-        for row in c.state()["recent"][-20:]:
+        state, found = c.state(), []
+        documents = (state, *state["fleet"].values())
+        for ask in sorted(row["ask"] for d in documents for row in d["recent"])[-20:]:
             with contextlib.suppress(TokiError):
-                found.append(c.ask_daemon("GET", f"/toki/why/{row['ask']}"))
+                found.append(c.ask_daemon("GET", f"/toki/why/{ask}"))
     if c.ns.json:
         c.say(json.dumps(found[0] if c.ns.ask else found, indent=1, ensure_ascii=False))
     elif c.ns.ask:
