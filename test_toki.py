@@ -4949,6 +4949,13 @@ class KeeperRoom(Case):
         c.chat("one " + text)
         why = c.chat("two " + text)["cache"]["why"]
         self.assertRegex(why, r"\d+ % like ask 1, differs from token \d+")
+        history = [{"role": "user", "content": say(7, 100)}]
+        history += [c.chat(history, 300)["choices"][0]["message"],
+                    {"role": "user", "content": "and on"}]
+        cache = c.chat(history)["cache"]             # most of it is an earlier reply
+        self.assertLess(cache["expected_tokens"] * 2, cache["prompt_tokens"])
+        self.assertGreater(cache["reused_tokens"] * 2, cache["prompt_tokens"])
+        self.assertNotIn("% like", cache["why"])
 
     def test_the_embedding_engine_is_asked_and_may_fail(self):
         embed = self.fake(embeddings=True)
@@ -12081,6 +12088,13 @@ class RealPage(Case):
         b.until("!document.getElementById('locked').hidden")
         b.js("document.getElementById('unlock').click()")
         b.until("document.getElementById('login').open")
+        for wrong in ("not the token", "other", "\u00e4"):
+            self.assertTrue(b.js("return document.getElementById('login').open"))
+            b.js("document.getElementById('wrong').hidden = true")
+            b.keys(wrong, "enter")
+            b.until("document.getElementById('login').open && "
+                    "!document.getElementById('wrong').hidden")
+            self.assertIsNone(b.js("return sessionStorage.getItem('toki.token')"))
         b.keys(c.token, "enter")
         b.until("listening && document.getElementById('locked').hidden")
         self.assertEqual(b.js("return sessionStorage.getItem('toki.token')"), c.token)
@@ -12284,6 +12298,8 @@ class RealPage(Case):
         self.say(b, "second talk")
         names = ("return [...document.querySelectorAll('#list li > button:first-child')]"
                  ".map((x) => x.textContent)")
+        self.assertEqual(b.js("return named({messages: [{text: arguments[0]}]})", "w " * 40),
+                         "w " * 29 + "w\u2026")
         self.assertEqual(b.js(names), ["second talk", "first talk"])
         folder = self.folder()
         b.cdp("Browser.setDownloadBehavior", behavior="allow", downloadPath=folder)
@@ -12366,6 +12382,12 @@ class RealPage(Case):
                 b.until(f"!document.querySelector('{view}').hidden")
                 self.assertLessEqual(b.js("return document.documentElement.scrollWidth"),
                                      width, (width, view))
+            for dialog in ("login", "tuning", "warming", "sure", "help"):
+                wide, has = b.js(
+                    "const d = document.getElementById(arguments[0]); d.showModal(); "
+                    "const found = [d.scrollWidth, d.clientWidth]; d.close(); "
+                    "return found", dialog)
+                self.assertLessEqual(wide, has, (width, dialog))
 
 
 class Divergence(Case):

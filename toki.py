@@ -16505,6 +16505,8 @@ class _Reply:
         self.sums = [self.sums[0] + timings.cache_n + timings.prompt_n,
                      self.sums[1] + timings.predicted_n, self.sums[2] + timings.cache_n]
         lease.settle(timings)
+        if timings.cache_n >= timings.prompt_n:  # its own reply was known, too
+            self.relay.notes.pop(lease.ask, None)
         rate = self.keeper.book.rates.prefill_ms
         report = cache_report(lease, timings, self.ttft_ms, rate, self.relay.why(lease))
         report["total_ms"] = round(
@@ -24976,9 +24978,9 @@ main { min-width: 0; height: 100dvh; }
 
 .cacheline { margin-top: 0.85rem; font-size: 0.8125rem; color: var(--soft);
   border-top: 1px solid var(--line); padding-top: 0.5rem; }
-.cacheline b { color: var(--ink); font-weight: 600; }
+.cacheline b { color: var(--ink); font-weight: 600; white-space: nowrap; }
 .cacheline button { color: var(--soft); text-decoration: underline;
-  text-underline-offset: 0.15em; padding: 0 0.2rem; min-height: 1.5rem; }
+  text-underline-offset: 0.15em; padding: 0; min-height: 1.5rem; }
 .meter { display: flex; gap: 2px; height: 0.42rem; margin-bottom: 0.4rem; }
 .meter i { border-radius: 0.2rem; min-width: 3px; }
 .meter .r { background: var(--reuse); }
@@ -25090,10 +25092,12 @@ svg text.loud { fill: var(--ink); font-weight: 600; }
 dialog { border: 1px solid var(--line); border-radius: 1rem; background: var(--card);
   color: var(--ink); padding: 1.4rem; width: min(34rem, calc(100vw - 2rem)); }
 dialog::backdrop { background: rgb(0 0 0 / 0.4); }
-dialog form { display: grid; gap: 0.9rem; }
-dialog label { display: grid; gap: 0.25rem; font-size: 0.875rem; }
+dialog form { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0.9rem; }
+dialog label { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0.25rem;
+  font-size: 0.875rem; }
 dialog textarea { min-height: 8rem; resize: vertical; }
-.grid { display: grid; grid-template-columns: 1fr 1fr; gap: 0.8rem; }
+.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr));
+  gap: 0.8rem; }
 .row.end { display: flex; justify-content: flex-end; gap: 0.5rem; }
 kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius: 0.3rem;
   padding: 0 0.35rem; }
@@ -25242,6 +25246,7 @@ status</code>.</p></noscript>
  <h2 id="h-login">This needs the token</h2>
  <p class="soft">It stands in the file <span class="mono">token</span> of toki's state
   folder, which only you can read. The page forgets it when this tab closes.</p>
+ <p class="trouble" id="wrong" role="alert" hidden>This token was refused.</p>
  <label>Token<input id="token" type="password" autocomplete="off" required></label>
  <div class="row end"><button class="line" type="button" value="no">Cancel</button>
   <button class="main" value="yes">Unlock</button></div></form></dialog>
@@ -25372,16 +25377,25 @@ for (const button of document.querySelectorAll("dialog button[value=no]")) {
   button.addEventListener("click", () => button.closest("dialog").close("no"));
 }
 let login = null;
+async function fits(given) {
+  if (!/^[!-~]+$/.test(given)) return false;
+  const reply = await fetch("/toki/cache", { cache: "no-store",
+    headers: { Authorization: "Bearer " + given } }).catch(() => null);
+  return !reply || reply.status !== 401;
+}
 function askToken() {
   login = login || (async () => {
-    $("token").value = "";
-    const yes = await asked($("login"));
-    login = null;
-    if (!yes || !$("token").value.trim()) return false;
-    token = $("token").value.trim();
-    try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
-    return true;
-  })();
+    for (let again = false; ; again = true) {
+      $("token").value = "";
+      $("wrong").hidden = !again;
+      const yes = await asked($("login")), given = $("token").value.trim();
+      if (!yes || !given) return false;
+      if (!await fits(given)) continue;
+      token = given;
+      try { sessionStorage.setItem("toki.token", given); } catch { /* this tab only */ }
+      return true;
+    }
+  })().finally(() => { login = null; });
   return login;
 }
 /* A response that is fine; asks for the token where one is needed, unless `quiet`. */
@@ -25687,8 +25701,6 @@ const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same
   : el(kind === "less" ? "del" : "ins", { text }));
 
 /* --- the cache line --- */
-const SOURCES = { resident: "from its slot", fork: "copied from another slot",
-  shelf: "from the shelf", none: "nothing to reuse" };
 function meter(reused, computed) {
   return el("div", { class: "meter", role: "img",
     "aria-label": `${num(reused)} tokens reused, ${num(computed)} computed` },
@@ -25705,7 +25717,8 @@ function cacheLine(cache) {
     " computed; first token ", el("b", { text: ms(cache.ttft_ms) }), ", whole turn ",
     el("b", { text: ms(cache.total_ms) })),
     el("div", null, cache.mode === "raw" ? cache.why
-      : `${cache.mode}, ${SOURCES[cache.source] || cache.source}: ${cache.why}`, " ",
+      : cache.mode + (cache.source === "none" ? ", nothing reused: " : ": ")
+        + cache.why, " ",
     el("button", { type: "button", text: `ask ${cache.ask}`,
       "aria-label": `Why ask ${cache.ask}`,
       onclick: () => { location.hash = `#cache/${cache.ask}`; } })));
@@ -25737,8 +25750,11 @@ function store(talk) {
   keep("toki.talk." + talk.id, JSON.stringify(talk));
   drawList();
 }
-const named = (talk) => talk.title || (talk.messages.length
-  ? talk.messages[0].text.trim().slice(0, 60) : "") || "New conversation";
+const named = (talk) => {
+  const said = talk.messages.length ? talk.messages[0].text.trim() : "";
+  const short = said.length > 60 ? said.slice(0, 59).trim() + "\u2026" : said;
+  return talk.title || short || "New conversation";
+};
 function drawList() {
   const sorted = [...talks.values()].sort((a, b) => b.at - a.at);
   $("list").replaceChildren(...sorted.map((talk) => el("li",
@@ -25906,9 +25922,8 @@ function verdict(message) {
   const [name, text] = CLASSES[found.class] || [found.class, ""];
   const parts = wordDiff(message.raw.text, message.text);
   return el("div", { class: "verdict", "data-class": found.class },
-    el("strong", { text: name }), ` ${text} `,
-    el("span", { class: "soft", text: found.first_difference === null
-      ? `(${found.class})`
+    el("strong", { text: name }), `: ${text} `,
+    el("span", { class: "soft", text: found.first_difference === null ? ""
       : `(${found.class}, first at character ${num(found.first_difference)})` }),
     found.class === "identical" ? null : el("div", { class: "words" }, marked(parts)));
 }
