@@ -25079,6 +25079,7 @@ svg text.loud { fill: var(--ink); font-weight: 600; }
   padding: 1.1rem 1.3rem; margin-bottom: 1rem; }
 #why dl { display: grid; grid-template-columns: 9rem 1fr; gap: 0.25rem 1rem;
   margin: 0.6rem 0 0; }
+.asks td button, #why > button { margin-left: -0.5rem; }
 #why dt { color: var(--soft); } #why dd { margin: 0; overflow-wrap: anywhere; }
 .texts { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin-top: 0.8rem; }
 .texts pre { margin: 0.2rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -26232,7 +26233,7 @@ function snapRow(s) {
       + (s.pinned ? ", pinned" : ""),
       el("p", { class: "fig", text: many(s.size, "token") }, el("span",
         { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
-          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
+          ? `used ${num(s.uses)}\u00d7` : "unused"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
