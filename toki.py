@@ -6394,7 +6394,7 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
     new = end - max(best.reach, *heads, 0)
     worth = _P_RETURN.get(request.klass, 0.8) * (end - max(kept, *heads, 0)) \
         * prices.prefill > prices.saving(end)
-    return end if new >= BLOCK // 4 and end >= _HEAD_MIN and worth else 0
+    return end if new >= BLOCK // 8 and end >= _HEAD_MIN and worth else 0
 
 
 def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
