@@ -5355,6 +5355,7 @@ class Slot(NamedTuple):
     parent: str = ""         # the conversation that waits for this one
     came: int = 0            # what it reuses if the last reply comes back as it went
     rewound: bool = False    # cut since it was filled: its window has gaps
+    turn: int = 0            # of `size`, tokens that the next turn is sure to extend
 
 
 class Snap(NamedTuple):
@@ -5644,7 +5645,8 @@ class Book:
             tuple(m for m in old.marks if m <= kept), e.request.limit,
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
             e.lead, self._parent(e.request), came,
-            bool(kept) and (old.rewound or kept < old.size))
+            bool(kept) and (old.rewound or kept < old.size),
+            min(e.prompt.end, size - 1) if e.prompt else 0)
 
     def _parent(self, request: Request) -> str:
         """The conversation that waits while this ask runs: the first agent of its
@@ -5940,6 +5942,7 @@ _OPENING = 8                 # tokens that open a message, about
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
 P_CRASH = 0.01              # chance that an engine is gone before the next turn
 _LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
+_RISK = 0.2                  # that the next ask leaves what was saved for it elsewhere
 _RETURNED = 0.8              # of replies, until it was seen: come back as they went
 _DEFAULT_DECODE_MS = 5.0     # a stop costs a small batch, about a decoded token
 _BEHIND = 4                  # the engine's last checkpoint is so far before the end
@@ -5991,6 +5994,12 @@ class Prices(NamedTuple):
     stop: float = MOVE_FIXED_MS + _DEFAULT_DECODE_MS     # a prefill cut in two
     returned: float = _RETURNED          # chance that a reply comes back as it went
 
+    @property
+    def turns(self) -> bool:
+        """Are slots cut back to the end of their turn before they are saved, since
+        replies seldom come back as they went (thoughts left out, other tokens)?"""
+        return self.returned < 0.5
+
     @classmethod
     def of(cls, rates: Rates) -> "Prices":
         def known(measured: Optional[float], careful: float) -> float:
@@ -6031,8 +6040,8 @@ def usable(ability: Ability, o: Option, n: int) -> int:
     if match <= 0:
         return 0
     size, tail = o.slot.size, o.slot.tail
-    if ability.full_window and incomplete(ability, o.slot, match):
-        return 0
+    if ability.full_window and match < o.slot.restored - 1:
+        return 0                         # computed anew, or wrong (see `incomplete`)
     mark = max((m for m in o.slot.marks if m <= match), default=0)
     if ability.kind == "append-only":
         # All that the slot holds must come again, and one token more.
@@ -6136,9 +6145,11 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
         back = prices.restoring(o.slot.size) if o.slot.shelved else 0
         lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
         as_it_is = p * (unshelved * prices.prefill + back)
-        saved = prices.saving(o.slot.size + o.slot.tail) + p * (
-            prices.restoring(o.slot.size)
-            + (1 - prices.returned) * unshelved * prices.prefill)
+        saved = prices.saving(o.slot.size + o.slot.tail) + p * prices.restoring(
+            o.slot.size)
+        cut_back = prices.turns and o.slot.turn
+        risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
+        saved += p * risk * unshelved * prices.prefill + (prices.stop if cut_back else 0)
         counts = ability.files and (ability.full_window or ability.kind != "window"
                                     or o.slot.size + o.slot.tail > ability.window)
         if counts and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
@@ -6384,7 +6395,7 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
     new = end - max(best.reach, *heads, 0)
     worth = _P_RETURN.get(request.klass, 0.8) * (end - max(kept, *heads, 0)) \
         * prices.prefill > prices.saving(end)
-    return end if new >= BLOCK // 4 and end >= _HEAD_MIN and worth else 0
+    return end if new >= BLOCK // 8 and end >= _HEAD_MIN and worth else 0
 
 
 def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
@@ -14136,7 +14147,8 @@ class Mover:
         plan = lease.plan
         if plan.save and lease.victim is not None:
             slot, tokens = lease.victim
-            self._keep(lease, lease.seat, "context", tokens, slot.size + slot.tail, -1)
+            snap = self.put_away(slot, tokens, -1)
+            lease.saved_bytes += snap.n_bytes if snap else 0
         snap_id = plan.snap
         if plan.donor >= 0:
             snap_id = self._save_donor(lease)
@@ -14250,6 +14262,25 @@ class Mover:
             self.book.apply(Shelved(snap, tokens, holder))
         shelf.added(snap, tokens)
         return snap
+
+    def put_away(self, slot: Slot, tokens: Tokens, holder: int) -> Optional[Snap]:
+        """Save what an idle slot holds for its conversation's next turn, which may need
+        the slot cut back to the end of this one; None when it was not saved."""
+        with self.lock:
+            turns = Prices.of(self.book.rates).turns
+        if turns and slot.turn > slot.shelved and must_extend(self.ability()):
+            with contextlib.suppress(TokiError):
+                timings = read_timings(self.engine.json("POST", "/completion", {
+                    "prompt": list(tokens[:slot.turn]), "n_predict": 0,
+                    "id_slot": slot.slot, "cache_prompt": True, "temperature": 0},
+                    timeout=600))
+                with self.lock:
+                    if timings is not None:
+                        self.spent(timings.prompt_n + timings.predicted_n)
+                        self.book.apply(Computed(timings.prompt_n))
+                return self.save(slot.slot, "turn", tokens[:slot.turn], slot.turn,
+                                 holder)
+        return self.save(slot.slot, "context", tokens, slot.size + slot.tail, holder)
 
     def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, held: int,
               holder: int) -> int:
@@ -14997,9 +15028,11 @@ class Keeper:
                 return False
             prices = Prices.of(self.book.rates)
             quiet = self.edges.clock.now() - self._ended_at
+            ending = p_loss >= 1
             p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
+            least = BLOCK // 4 if ending else 2 * BLOCK
             waiting = [s for s in self.book.slots if not s.busy and not s.opaque
-                       and s.size - s.shelved >= 2 * BLOCK and s.klass != "oneshot"
+                       and s.size - s.shelved >= least and s.klass != "oneshot"
                        and (s.size - s.shelved) * prices.prefill * p_loss
                        > prices.saving(s.size)]
             if not waiting:
@@ -15009,7 +15042,10 @@ class Keeper:
             life = self.book.life
             self.book.slots[s.slot] = s._replace(busy=-1)
         try:
-            self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
+            if ending:                   # nobody goes on in this slot
+                self.mover.put_away(s, tokens, -1)
+            else:
+                self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
         finally:
             with self.lock:
                 if life == self.book.life:
