@@ -1045,8 +1045,8 @@ def divergence_text(counts: dict) -> str:
 
 # ============================================================================
 # 8. WIRE - what an ask and a reply look like; SSE framing; error bodies.
-#    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
-#    engine_json, over_room, asks_raw, Dechunker, EventSplitter, event_payload, Timings,
+#    uses: WORDS.  offers: PATHS, Request, parse_ask, fan_out, core_json, engine_json,
+#    over_room, asks_raw, Dechunker, EventSplitter, event_payload, Timings,
 #    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
 #    stream_error, scrub, prompt_size_error, split_tool_head, check_pictures,
 #    CallNumbers, text_logprobs.
@@ -4626,9 +4626,8 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
 
 # ============================================================================
 # 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
-#    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
-#    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
-#    lost_system, Habits.
+#    uses: WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal, refusal_words,
+#    reduced_schema, reduced_tools, apply_forms, nearer_forms, lost_system, Habits.
 #
 #    Two parts of the engine refuse what other servers take: the compiler that makes a
 #    grammar of tool schemas, and chat templates.  What either takes is tried once, in
@@ -9114,7 +9113,7 @@ def device_lines(text: str, backend: str) -> list:
 
 # ============================================================================
 # 24. REMEDY - an engine that will not start: what to change, said in one clause.
-#    uses: WORDS.  offers: Remedy, Remedies, crash_remedy, load_remedy, apply_remedies,
+#    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy, apply_remedies,
 #    fit_flags, known_template, template_names, read_remedies.
 # ============================================================================
 class Remedy(NamedTuple):
@@ -9359,7 +9358,7 @@ def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
 
 # ============================================================================
 # 25. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
-#    uses: WORDS.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
+#    uses: nothing.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
 #    unit_for.
 # ============================================================================
 SERVICE_NAME, _LAUNCHD_LABEL = "toki", "io.github.toki-recur.toki"
@@ -11651,10 +11650,10 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 # ============================================================================
 # 31. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, FIT, ASSETS, EDGES.  offers: Places, places, detect_memory,
-#    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
-#    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
-#    start_logging, cpu_count, OwnerLog, fresh_log.
+#    uses: FIT, ASSETS, EDGES.  offers: Places, places, detect_memory, find_devices,
+#    meminfo_memory, group_memory, vm_stat_memory, listed_devices, nvidia_devices,
+#    rocm_devices, effective_shape, save_effective, local_token, start_logging,
+#    cpu_count, OwnerLog, fresh_log.
 # ============================================================================
 _EFFECTIVE = "effective.json"
 
@@ -11979,7 +11978,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 # ============================================================================
 # 32. ENGINE - one llama-server: talk, probe, start, watch, stop.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
+#    uses: WORDS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
 #    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
@@ -13688,7 +13687,7 @@ class Shelf:
 
 # ============================================================================
 # 37. FEED - what happens in the book, told to whoever listens.
-#    uses: BOOK, EDGES.  offers: Feed, Listener.
+#    uses: BOOK.  offers: Feed, Listener.
 #
 #    The book's events are all that changes what faces show, so they are the feed:
 #    numbers only, never text or tokens.  `post` is called under the keeper's lock; it
@@ -15367,8 +15366,8 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 # ============================================================================
 # 41. CERTIFY - may restored contexts be trusted here?
-#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
-#    offers: certify, canary, judge_trials, prove_fork, Auditor.
+#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, KEEPER.  offers: certify,
+#    canary, judge_trials, prove_fork, Auditor.
 #
 #    The same prompt fresh, reused in its slot, and restored from a file.  The control
 #    is the same prompt prefilled in two requests split at another place: it changes
@@ -15640,8 +15639,7 @@ class Auditor:
 
 # ============================================================================
 # 42. DESK - what people ask of the shelf: names, pins, warm heads, archives.
-#    uses: WORDS, TOKENS, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER, CERTIFY.
-#    offers: Desk, DESK_VERBS.
+#    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
     "save": "save all that slots hold under a name",
@@ -15935,7 +15933,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 # ============================================================================
 # 43. FLEET - one engine, several models: whose turn is it?
-#    uses: WORDS, EDGES.  offers: ModelTurns.
+#    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
 #    done, changes the engine over, and lets in all that wait for the same.  First come,
@@ -18171,7 +18169,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 # ============================================================================
 # 50. PROBE - does this engine run here, and on the device that was asked for?
-#    uses: WORDS, GGUF, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
+#    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
 #    Release builds say nothing when a GPU plugin cannot be loaded: --list-devices
@@ -18936,7 +18934,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 # ============================================================================
 # 52. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
-#    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
+#    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
 PUBLIC_HUB = "https://huggingface.co"
@@ -19317,7 +19315,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 # ============================================================================
 # 53. INSTALL - get an engine and a starter model.
-#    uses: WORDS, SETTINGS, GGUF, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
+#    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
 #    smoke_model, OFFLINE_HINT.
