@@ -16057,6 +16057,121 @@ class Replay(Case):
         new, said = self.repaired(st_user("ok"), st_user("ok"))
         self.assertEqual(said, [])
 
+    DAY = "<note>\nThe date is: Tuesday, December 1, 2026. Trust this date.\n</note>"
+
+    def dated(self, *texts):
+        return {"role": "user", "content": [{"type": "text", "text": t} for t in texts]}
+
+    def told(self, *texts, reply="Hello. "):
+        "A memory that gave a reply to a message of these parts; (message, reply)."
+        memory, first = toki.ReplayMemory(), self.dated(*texts)
+        toki.repair([BEFORE[0], first], memory)
+        reply = {"role": "assistant", "content": reply}
+        memory.remember([BEFORE[0], first], reply)
+        return memory, first, reply
+
+    def test_a_date_that_moved_goes_back_to_where_it_stood(self):
+        day = self.DAY
+        for name, before, after, late, left in (
+                ("first of two", (day, "hi"), "hi", (day, "more"), "more"),
+                ("last of three", ("list", "hi", day), ("list", "hi"), (day, "more"), "more"),
+                ("behind the words", ("hi", day), "hi", ("more", day), "more"),
+                ("beside two", ("a", day, "hi"), ("a", "hi"), ("b", day, "more"),
+                 self.dated("b", "more")["content"])):
+            with self.subTest(name):
+                memory, first, reply = self.told(*before)
+                shown = st_user(after) if isinstance(after, str) else self.dated(*after)
+                sent = [BEFORE[0], shown, reply, self.dated(*late)]
+                new, said = self.repaired_all(sent, memory)
+                self.assertEqual(said, ["notice place"])
+                self.assertEqual(new, [BEFORE[0], first, reply, st_user(left)])
+                # In the turn after that it may stand in either place, or in a third.
+                memory.remember(new, {"content": "Fine."})
+                fine, more = {"role": "assistant", "content": "Fine."}, st_user("so?")
+                for later in ([*sent, fine, more],
+                              [*sent[:3], new[3], fine, self.dated(day, "so?")]):
+                    self.assertEqual(self.repaired_all(later, memory)[0],
+                                     [*new, fine, more])
+
+    def repaired_all(self, sent, memory):
+        before = json.dumps(sent)
+        new, said = toki.repair(sent, memory)
+        self.assertEqual(json.dumps(sent), before)
+        again, none = toki.repair(new, memory)
+        self.assertIs(again, new)
+        self.assertEqual(none, [])
+        texts = sorted(toki.content_text(m["content"]) for m in sent)
+        self.assertEqual(sorted("\n".join(texts).split("\n")), sorted("\n".join(
+            toki.content_text(m["content"]) for m in new).split("\n")))
+        return new, said
+
+    def test_a_lossy_reply_behind_a_date_that_moved(self):
+        memory, first, reply = self.told(self.DAY, "hi")
+        sent = [BEFORE[0], st_user("hi"), dict(reply, content="Hello."),
+                self.dated(self.DAY, "more")]
+        new, said = self.repaired_all(sent[:2] + [reply] + sent[3:], memory)
+        self.assertEqual(toki.repair(sent, memory), (new, ["reply text", "notice place"]))
+
+    def test_notices_that_stay_where_their_client_put_them(self):
+        day, other = self.DAY, self.DAY.replace("1, 2026", "2, 2026")
+        for name, texts, middle, late in (
+                ("another date", (day, "hi"), [], (other, "more")),
+                ("two of them", (day, "hi"), [], (day, day, "more")),
+                ("another date in between", (day, "hi"), [
+                    self.dated(other, "well"), {"role": "assistant", "content": "Yes."}],
+                 (day, "more")),
+                ("another date beside it", (day, "hi"), [], (other, day, "more")),
+                *((text, (text, "hi"), [], (text, "more")) for text in (
+                    "<note>There are no open tasks.</note>",
+                    "<note>Only read: no edits today.</note>",
+                    "<note>Today is 2026-12-01. No programs run.</note>",
+                    "<note>Today is 2026-12-01.\nfiles: a, b</note>",
+                    "<note>Today is 2026-12-01.</mote>", "Today is 2026-12-01.",
+                    "<note>Today is <b>2026-12-01</b>.</note>"))):
+            with self.subTest(name):
+                memory, first, reply = self.told(*texts)
+                sent = [BEFORE[0], st_user("hi"), reply, *middle, self.dated(*late)]
+                self.assertEqual(self.repaired_all(sent, memory)[1], [])
+        memory, first, reply = self.told(day, "hi")
+        late = self.dated(day, "more")
+        for name, sent in (
+                ("it is still there", [first, reply, late]),
+                ("other words beside it", [st_user("hi!"), reply, late]),
+                ("another reply", [st_user("hi"), dict(reply, content="No."), late]),
+                ("no reply", [st_user("hi"), late]),
+                ("the new message is nothing else", [st_user("hi"), reply, st_user(day)]),
+                ("elsewhere", [st_user("so"), st_user("hi"), reply, late]),
+                ("in a reply", [st_user("hi"), reply, st_user("go"), dict(
+                    late, role="assistant"), st_user("on")])):
+            with self.subTest(name):
+                self.assertEqual(self.repaired_all(BEFORE[:1] + sent, memory)[1], [])
+        sent = [BEFORE[0], st_user("hi"), reply, late]
+        self.assertEqual(toki.repair(sent, memory, "somebody else")[1], [])
+        further = [BEFORE[0], first, reply, self.dated(day, "more")]
+        toki.repair(further, memory)
+        fine = {"role": "assistant", "content": "Fine."}
+        memory.remember(further, fine)
+        self.assertEqual(toki.repair([BEFORE[0], first, reply, st_user("more"), fine,
+                                      self.dated(day, "so?")], memory)[1], [])
+
+    def test_places_of_notices_are_bounded_and_outlive_a_restart(self):
+        memory, first, reply = self.told(self.DAY, "hi")
+        rows = json.loads(json.dumps(memory.news()))
+        self.assertEqual(len(rows), 1)
+        toki.repair([BEFORE[0], first], memory)
+        self.assertEqual(memory.news(), [])          # each is told once
+        young = toki.ReplayMemory()
+        for place, row in rows:
+            young.restore(place, row)
+        young.remember([BEFORE[0], first], reply)
+        sent = [BEFORE[0], st_user("hi"), reply, self.dated(self.DAY, "more")]
+        self.assertEqual(toki.repair(sent, young), toki.repair(sent, memory))
+        self.assertEqual(toki.repair(sent, young)[1], ["notice place"])
+        for n in range(5000):
+            young.stands(b"%16d" % n, 0)
+        self.assertEqual(len(young._homes), 4096)
+        self.assertEqual(toki.repair(sent, young)[1], [])
+
     def test_the_head_may_change(self):
         "A new date in the system prompt must not take the thoughts out of the history."
         sent = [{"role": "system", "content": "Tuesday"}, BEFORE[1],
@@ -16226,6 +16341,31 @@ class RecallRoom(Case):
                     self.assertNotIn(reply["content"].encode(), f.read(), name)
         d = self.daemon(fake, state=state)
         self.assertEqual(self.turn(Client(d), messages)[1]["steadied"], [])
+
+    def test_a_date_that_moves_costs_its_own_turn_only(self):
+        "An agent continued in a new process tells the date in the newest message."
+        day, fake = Replay.DAY, self.fake()
+        for replay in ("on", "off"):
+            state = self.folder()
+            d = self.daemon(fake, state=state, replay=replay)
+            parts = [{"type": "text", "text": t} for t in (say("list", 80), day, "go")]
+            messages = self.HEAD + [{"role": "user", "content": parts}]
+            reply, first = self.turn(Client(d), messages)
+            messages = self.HEAD + [
+                {"role": "user", "content": [parts[0], parts[2]]},
+                {"role": "assistant", "content": reply["content"]},
+                {"role": "user", "content": [parts[1], {"type": "text", "text": "on"}]}]
+            d.close()
+            d = self.daemon(fake, state=state, replay=replay)
+            cache = self.turn(Client(d), messages)[1]
+            new = cache["prompt_tokens"] - first["prompt_tokens"]
+            if replay == "on":
+                self.assertEqual(cache["steadied"], ["notice place"])
+                self.assertLessEqual(cache["computed_tokens"], new)
+            else:
+                self.assertEqual(cache["steadied"], [])
+                self.assertGreater(cache["computed_tokens"], new)
+            d.close()
 
     def test_another_key_gets_no_thoughts_of_ours(self):
         d = self.daemon(self.fake(reasoning=6))
