@@ -4612,10 +4612,10 @@ def _goes_on(memory: ReplayMemory, place: bytes, fit: _Fit,
 _TAGGED = re.compile(r"\s*<([A-Za-z][\w:.-]{0,40})>\s*([^<>\n]+?)\s*</\1>\s*")
 _SENTENCES = re.compile(r"(?<=[.!?;])\s+")
 _OF_DATES = re.compile(r"\b(?:date|today)\b|\b\d{4}\b", re.I)
-_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_DATE = re.compile(
+_MONTH_NAME = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_CALENDAR = re.compile(
     r"\b(?:\d{4}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{4}|"
-    rf"{_MONTH} \d\d?,? \d{{4}}|\d\d?\.? {_MONTH},? \d{{4}})\b", re.I)
+    rf"{_MONTH_NAME} \d\d?,? \d{{4}}|\d\d?\.? {_MONTH_NAME},? \d{{4}})\b", re.I)
 
 
 class _Notice(NamedTuple):
@@ -4630,7 +4630,7 @@ def _tells_date(text: Any) -> bool:
     if not isinstance(text, str) or len(text) > 800 or text.lstrip()[:1] != "<":
         return False
     found = _TAGGED.fullmatch(text)
-    return found is not None and _DATE.search(found[2]) is not None \
+    return found is not None and _CALENDAR.search(found[2]) is not None \
         and all(map(_OF_DATES.search, _SENTENCES.split(found[2])))
 
 
@@ -16787,7 +16787,7 @@ class Gateway:
         # (all?) -> {name: context} of the models that an ask may name
         self.registered: Callable[..., dict] = lambda everything=False: {}
         # model -> the gateway in front of an engine of its own, None: there is none
-        self.beside: Callable[[str], Optional[Gateway]] = lambda model: None
+        self.beside: Callable[[str], Any] = lambda model: contextlib.nullcontext()
         self.fleet: Callable[[], dict] = lambda: {}  # model -> its state document
 
     # ---- doorkeeping --------------------------------------------------------
@@ -16925,10 +16925,11 @@ class Gateway:
 
     def _serve(self, x: Exchange, kind: str, asked: Any = None) -> None:
         request = self._read(x, kind, asked)
-        beside = self.beside(request.model) if request.model else None
-        if beside is not None:
-            beside._serve(x, kind, request.asked)
-            return
+        if request.model:
+            with self.beside(request.model) as beside:
+                if beside is not None:
+                    beside._serve(x, kind, request.asked)
+                    return
         self._check_model(request)
         stream = _StreamReply if dialect_of(x.asked) is None else _ToldReply
         reply = (stream if request.stream else _PlainReply)(self, x, request)
@@ -19770,7 +19771,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
-_SETTLED_S = 2.0             # an ask sent to an engine beside has arrived by then
+_SETTLED_S = 2.0             # an agent's next ask has come by then
 
 
 def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
@@ -19832,7 +19833,8 @@ class Daemon:
         self.changing = False
         self.failed = ""                 # why a change did not come about
         self.lent: Optional[Recall] = None   # by the daemon that this one stands beside
-        self.wanted_at = 0.0             # ... and when that one last sent an ask here
+        self.inside = 0                  # ... and asks that it has here, load included
+        self.quiet_since = 0.0           # when the last of them had its last byte
         self.engine = engine
         self.process: Optional[EngineProcess] = None
         self.sole = process_plan is not None     # nobody else uses the engine
@@ -20019,21 +20021,47 @@ class Daemon:
                              "see `toki logs`; the model of before is served again")
 
     # ---- engines side by side ---------------------------------------------------
-    def beside(self, name: str) -> Optional[Gateway]:
-        """In front of a registered model's own engine, started if need be; None where
-        the engine here is to be asked: it serves that model, or there is no room."""
-        if not self.base.swap.isdigit() or name == self.gateway.turns.active \
-                or name not in self.registered():
-            return None
-        with self.side_lock:
-            if name not in self.sides:
-                side = self._new_side(name)
-                if side is None:
-                    return None
-                self.sides[name] = side
-            self.sides.move_to_end(name)
-            self.sides[name].wanted_at = self.edges.clock.now()
-            return self.sides[name].gateway
+    @contextlib.contextmanager
+    def beside(self, name: str) -> Any:
+        """In front of a registered model's own engine, started if need be, which stays
+        while an ask is inside; None where the engine here is to be asked: it serves
+        that model, or there is no room."""
+        side = None
+        if self.base.swap.isdigit() and name != self.gateway.turns.active \
+                and name in self.registered():
+            with self.side_lock:
+                side = self._side(name)
+        try:
+            yield side and side.gateway
+        finally:
+            if side is not None:
+                with self.side_lock:
+                    side.inside -= 1
+                    side.quiet_since = self.edges.clock.now()
+                    if self.sides.get(name) is side:
+                        self.sides.move_to_end(name)
+
+    def _side(self, name: str) -> Optional["Daemon"]:
+        if name not in self.sides:
+            side = self._new_side(name) if self._make_room(name) else None
+            if side is None:
+                return None
+            self.sides[name] = side
+        self.sides[name].inside += 1
+        return self.sides[name]
+
+    def _make_room(self, name: str) -> bool:
+        """Is there a place for one more engine?  The longest idle one gives its own up;
+        idle begins with the last byte of the last ask."""
+        most, now = int(self.base.swap), self.edges.clock.now()
+        for old, side in list(self.sides.items()):
+            if len(self.sides) + 1 < most:
+                break
+            if not side.inside and now - side.quiet_since > _SETTLED_S:
+                log.info("the engine of %s makes room for %s", old, name)
+                side.close()
+                del self.sides[old]
+        return len(self.sides) + 1 < most
 
     def _new_side(self, name: str) -> Optional["Daemon"]:
         registry = read_registry(self.base, self.where, self.edges)
@@ -20043,16 +20071,6 @@ class Daemon:
                 "model": entry_paths(entry, registry, self.edges)[0], **more}
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
-        for old, side in list(self.sides.items()):
-            if len(self.sides) + 1 < int(self.base.swap):
-                break
-            if not side.keeper.open_count() and \
-                    self.edges.clock.now() - side.wanted_at > _SETTLED_S:
-                log.info("the engine of %s makes room for %s", old, name)
-                side.close()
-                del self.sides[old]
-        if len(self.sides) + 1 >= int(self.base.swap):
-            return None
         side = Daemon(self.base.but(swap="off"), Places(
             self.where.file("fleet", name), self.where.config_file), self.edges,
             process_plan=plan)
