@@ -442,7 +442,7 @@ SETTINGS = (
     Setting("steady", "on", _rule_words, "made steady in asks: on, off, all, or names "
             "of rules; +name and -name change the usual ones"),
     Setting("replay", True, _switch, "put back what a client lost of replies that it "
-            "sends again"),
+            "sends again, and a date that it tells elsewhere than before"),
     Setting("history", True, _switch, "keep the ledger of asks and their token ids, "
             "never text; let `tui` remember what was asked in it"),
     Setting("claude_bare", False, _switch, "start Claude Code with --bare"),
