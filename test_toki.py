@@ -6158,6 +6158,8 @@ class AgentsRoom(Case):
                          ("tok-Secret-7", ""))
         self.assertEqual(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], "65536")
         self.assertEqual(env["ANTHROPIC_DEFAULT_HAIKU_MODEL"], "m1")
+        # Else it changes the user's "model": "opus" to "opus[1m]" for good.
+        self.assertEqual(env["CLAUDE_CODE_DISABLE_1M_CONTEXT"], "1")
         self.assertEqual(self.made("claude", "-p", "x").argv,
                          ["claude", "--exclude-dynamic-system-prompt-sections",
                           "--settings", "/private/settings.json", "--model", "m1",

@@ -6876,7 +6876,9 @@ def claude_environment(f: Facts) -> dict:
 
     Settings stand above the process environment there, so that an exported foreign key
     or address never wins; the empty key removes one from the shell.  Every name of a
-    model is given, since an unset one resolves to a name of the vendor's.
+    model is given, since an unset one resolves to a name of the vendor's; contexts of a
+    million are off, or it would write "opus[1m]" for "opus" into the user's own file
+    (seen with 2.1.332).
     """
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL",
              "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
@@ -6885,6 +6887,7 @@ def claude_environment(f: Facts) -> dict:
     env = {"ANTHROPIC_BASE_URL": f.url + "/anthropic", "ANTHROPIC_AUTH_TOKEN": f.token,
            "ANTHROPIC_API_KEY": "", **dict.fromkeys(names, f.model),
            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(f.ctx),
+           "CLAUDE_CODE_DISABLE_1M_CONTEXT": _ON,
            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(f.max_output),
            "CLAUDE_CODE_ATTRIBUTION_HEADER": _OFF,
            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": _ON,
