@@ -45,6 +45,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+import types
 import typing
 import unittest
 import unittest.mock
@@ -6214,6 +6215,8 @@ class AgentsRoom(Case):
                          ("tok-Secret-7", ""))
         self.assertEqual(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], "65536")
         self.assertEqual(env["ANTHROPIC_DEFAULT_HAIKU_MODEL"], "m1")
+        # Else it changes the user's "model": "opus" to "opus[1m]" for good.
+        self.assertEqual(env["CLAUDE_CODE_DISABLE_1M_CONTEXT"], "1")
         self.assertEqual(self.made("claude", "-p", "x").argv,
                          ["claude", "--exclude-dynamic-system-prompt-sections",
                           "--settings", "/private/settings.json", "--model", "m1",
@@ -12839,7 +12842,8 @@ class WhyRoom(Case):
         _, d, c = self.stage()
         _, beside, _ = self.stage()
         beside.keeper.number = d.keeper.number
-        d.gateway.beside = lambda model: beside.gateway if model == "two" else None
+        d.gateway.beside = lambda model: contextlib.nullcontext(
+            beside.gateway if model == "two" else None)
         d.gateway.sides = lambda: {"two": beside.gateway}
         mine, theirs = self.body(self.task(1)), self.body(self.task(2), model="two")
         numbers = [self.ask(c, b) for b in (mine, theirs, mine, theirs)]
@@ -16097,6 +16101,121 @@ class Replay(Case):
         new, said = self.repaired(st_user("ok"), st_user("ok"))
         self.assertEqual(said, [])
 
+    DAY = "<note>\nThe date is: Tuesday, December 1, 2026. Trust this date.\n</note>"
+
+    def dated(self, *texts):
+        return {"role": "user", "content": [{"type": "text", "text": t} for t in texts]}
+
+    def told(self, *texts, reply="Hello. "):
+        "A memory that gave a reply to a message of these parts; (message, reply)."
+        memory, first = toki.ReplayMemory(), self.dated(*texts)
+        toki.repair([BEFORE[0], first], memory)
+        reply = {"role": "assistant", "content": reply}
+        memory.remember([BEFORE[0], first], reply)
+        return memory, first, reply
+
+    def test_a_date_that_moved_goes_back_to_where_it_stood(self):
+        day = self.DAY
+        for name, before, after, late, left in (
+                ("first of two", (day, "hi"), "hi", (day, "more"), "more"),
+                ("last of three", ("list", "hi", day), ("list", "hi"), (day, "more"), "more"),
+                ("behind the words", ("hi", day), "hi", ("more", day), "more"),
+                ("beside two", ("a", day, "hi"), ("a", "hi"), ("b", day, "more"),
+                 self.dated("b", "more")["content"])):
+            with self.subTest(name):
+                memory, first, reply = self.told(*before)
+                shown = st_user(after) if isinstance(after, str) else self.dated(*after)
+                sent = [BEFORE[0], shown, reply, self.dated(*late)]
+                new, said = self.repaired_all(sent, memory)
+                self.assertEqual(said, ["notice place"])
+                self.assertEqual(new, [BEFORE[0], first, reply, st_user(left)])
+                # In the turn after that it may stand in either place, or in a third.
+                memory.remember(new, {"content": "Fine."})
+                fine, more = {"role": "assistant", "content": "Fine."}, st_user("so?")
+                for later in ([*sent, fine, more],
+                              [*sent[:3], new[3], fine, self.dated(day, "so?")]):
+                    self.assertEqual(self.repaired_all(later, memory)[0],
+                                     [*new, fine, more])
+
+    def repaired_all(self, sent, memory):
+        before = json.dumps(sent)
+        new, said = toki.repair(sent, memory)
+        self.assertEqual(json.dumps(sent), before)
+        again, none = toki.repair(new, memory)
+        self.assertIs(again, new)
+        self.assertEqual(none, [])
+        texts = sorted(toki.content_text(m["content"]) for m in sent)
+        self.assertEqual(sorted("\n".join(texts).split("\n")), sorted("\n".join(
+            toki.content_text(m["content"]) for m in new).split("\n")))
+        return new, said
+
+    def test_a_lossy_reply_behind_a_date_that_moved(self):
+        memory, first, reply = self.told(self.DAY, "hi")
+        sent = [BEFORE[0], st_user("hi"), dict(reply, content="Hello."),
+                self.dated(self.DAY, "more")]
+        new, said = self.repaired_all(sent[:2] + [reply] + sent[3:], memory)
+        self.assertEqual(toki.repair(sent, memory), (new, ["reply text", "notice place"]))
+
+    def test_notices_that_stay_where_their_client_put_them(self):
+        day, other = self.DAY, self.DAY.replace("1, 2026", "2, 2026")
+        for name, texts, middle, late in (
+                ("another date", (day, "hi"), [], (other, "more")),
+                ("two of them", (day, "hi"), [], (day, day, "more")),
+                ("another date in between", (day, "hi"), [
+                    self.dated(other, "well"), {"role": "assistant", "content": "Yes."}],
+                 (day, "more")),
+                ("another date beside it", (day, "hi"), [], (other, day, "more")),
+                *((text, (text, "hi"), [], (text, "more")) for text in (
+                    "<note>There are no open tasks.</note>",
+                    "<note>Only read: no edits today.</note>",
+                    "<note>Today is 2026-12-01. No programs run.</note>",
+                    "<note>Today is 2026-12-01.\nfiles: a, b</note>",
+                    "<note>Today is 2026-12-01.</mote>", "Today is 2026-12-01.",
+                    "<note>Today is <b>2026-12-01</b>.</note>"))):
+            with self.subTest(name):
+                memory, first, reply = self.told(*texts)
+                sent = [BEFORE[0], st_user("hi"), reply, *middle, self.dated(*late)]
+                self.assertEqual(self.repaired_all(sent, memory)[1], [])
+        memory, first, reply = self.told(day, "hi")
+        late = self.dated(day, "more")
+        for name, sent in (
+                ("it is still there", [first, reply, late]),
+                ("other words beside it", [st_user("hi!"), reply, late]),
+                ("another reply", [st_user("hi"), dict(reply, content="No."), late]),
+                ("no reply", [st_user("hi"), late]),
+                ("the new message is nothing else", [st_user("hi"), reply, st_user(day)]),
+                ("elsewhere", [st_user("so"), st_user("hi"), reply, late]),
+                ("in a reply", [st_user("hi"), reply, st_user("go"), dict(
+                    late, role="assistant"), st_user("on")])):
+            with self.subTest(name):
+                self.assertEqual(self.repaired_all(BEFORE[:1] + sent, memory)[1], [])
+        sent = [BEFORE[0], st_user("hi"), reply, late]
+        self.assertEqual(toki.repair(sent, memory, "somebody else")[1], [])
+        further = [BEFORE[0], first, reply, self.dated(day, "more")]
+        toki.repair(further, memory)
+        fine = {"role": "assistant", "content": "Fine."}
+        memory.remember(further, fine)
+        self.assertEqual(toki.repair([BEFORE[0], first, reply, st_user("more"), fine,
+                                      self.dated(day, "so?")], memory)[1], [])
+
+    def test_places_of_notices_are_bounded_and_outlive_a_restart(self):
+        memory, first, reply = self.told(self.DAY, "hi")
+        rows = json.loads(json.dumps(memory.news()))
+        self.assertEqual(len(rows), 1)
+        toki.repair([BEFORE[0], first], memory)
+        self.assertEqual(memory.news(), [])          # each is told once
+        young = toki.ReplayMemory()
+        for place, row in rows:
+            young.restore(place, row)
+        young.remember([BEFORE[0], first], reply)
+        sent = [BEFORE[0], st_user("hi"), reply, self.dated(self.DAY, "more")]
+        self.assertEqual(toki.repair(sent, young), toki.repair(sent, memory))
+        self.assertEqual(toki.repair(sent, young)[1], ["notice place"])
+        for n in range(5000):
+            young.stands(b"%16d" % n, 0)
+        self.assertEqual(len(young._homes), 4096)
+        self.assertEqual(toki.repair(sent, young)[1], [])
+
     def test_the_head_may_change(self):
         "A new date in the system prompt must not take the thoughts out of the history."
         sent = [{"role": "system", "content": "Tuesday"}, BEFORE[1],
@@ -16266,6 +16385,31 @@ class RecallRoom(Case):
                     self.assertNotIn(reply["content"].encode(), f.read(), name)
         d = self.daemon(fake, state=state)
         self.assertEqual(self.turn(Client(d), messages)[1]["steadied"], [])
+
+    def test_a_date_that_moves_costs_its_own_turn_only(self):
+        "An agent continued in a new process tells the date in the newest message."
+        day, fake = Replay.DAY, self.fake()
+        for replay in ("on", "off"):
+            state = self.folder()
+            d = self.daemon(fake, state=state, replay=replay)
+            parts = [{"type": "text", "text": t} for t in (say("list", 80), day, "go")]
+            messages = self.HEAD + [{"role": "user", "content": parts}]
+            reply, first = self.turn(Client(d), messages)
+            messages = self.HEAD + [
+                {"role": "user", "content": [parts[0], parts[2]]},
+                {"role": "assistant", "content": reply["content"]},
+                {"role": "user", "content": [parts[1], {"type": "text", "text": "on"}]}]
+            d.close()
+            d = self.daemon(fake, state=state, replay=replay)
+            cache = self.turn(Client(d), messages)[1]
+            new = cache["prompt_tokens"] - first["prompt_tokens"]
+            if replay == "on":
+                self.assertEqual(cache["steadied"], ["notice place"])
+                self.assertLessEqual(cache["computed_tokens"], new)
+            else:
+                self.assertEqual(cache["steadied"], [])
+                self.assertGreater(cache["computed_tokens"], new)
+            d.close()
 
     def test_another_key_gets_no_thoughts_of_ours(self):
         d = self.daemon(self.fake(reasoning=6))
@@ -17847,10 +17991,8 @@ REPORTS = {
             "WiredRoom.test_what_was_there_comes_back_byte_for_byte "
             "WiredRoom.test_marks_line_ends_and_empty_files",
     "F-67": "FieldReports.test_dead_connections_in_the_pool_cost_no_ask",
+    "F-68": "FieldReports.test_an_engine_is_busy_until_the_last_byte_of_its_last_ask",
 }
-# What has no test yet, and why; move a row up when its part is there.
-UNTESTED = {
-    "F-68": "routing: no model is unloaded when idle"}
 
 
 class Sdks(Case):
@@ -18180,7 +18322,7 @@ class RealSwap(Real):
         registry["models"]["three"] = {"files": [tiny("deepseek2")], "ctx": 1024}
         with open(d.base.model_registry, "w") as f:
             json.dump(registry, f)
-        time.sleep(2.1)                  # what was sent to `two` has surely arrived
+        time.sleep(2.1)                  # `two` counts as idle from then on
         self.assertEqual(c.chat("hello", 4, model="three")["model"], "three")
         self.assertEqual(list(c.json("GET", "/toki/state")["fleet"]), ["three"])
         error = c.json("GET", f"/toki/why/{numbers[-1]}", None, 404,
@@ -18217,8 +18359,7 @@ class FieldReports(LaunchCase):
 
     def test_every_report_has_a_test(self):
         wanted = set(range(1, 47)) | {57, 58, 59, 67, 68}
-        self.assertEqual({int(f[2:]) for f in {**REPORTS, **UNTESTED}}, wanted)
-        self.assertEqual(set(REPORTS) & set(UNTESTED), set())
+        self.assertEqual({int(f[2:]) for f in REPORTS}, wanted)
         cases = {case for room in ROOMS.values() for case in room}
         for report, names in REPORTS.items():
             for name in names.split():
@@ -18559,6 +18700,56 @@ class FieldReports(LaunchCase):
         self.assertEqual([got.get(n) for n in range(12)], right)
         self.assertEqual([c.chat(a)["choices"][0]["message"] for a in asks[::-1]],
                          right[::-1])
+
+    def test_an_engine_is_busy_until_the_last_byte_of_its_last_ask(self):
+        "F-68: loading and a long reply are no idle time; what was idle longest goes."
+        class Ticks(toki.Clock):
+            at = 1000.0
+
+            def now(self):
+                return self.at
+
+        class Side:
+            gateway, inside, quiet_since, closed = "theirs", 0, 0.0, False
+
+            def close(self):
+                self.closed = True
+
+        class Fleet(toki.Daemon):
+            def _new_side(self, name):
+                return Side()
+
+            def registered(self, everything=False):
+                return dict.fromkeys(("one", "two", "three", "four"), 512)
+        clock = Ticks()
+        d = Fleet(toki.load_config({"swap": "3"}, {}), toki.places({}, self.folder()),
+                  toki.REAL._replace(clock=clock))
+        d.gateway = types.SimpleNamespace(turns=types.SimpleNamespace(active="one"))
+
+        def asked(name, seconds=0.0):
+            with d.beside(name) as gateway:
+                clock.at += seconds
+                return gateway
+        self.assertIsNone(asked("one"))              # the engine here serves it
+        with d.beside("two") as gateway:             # loads, then a reply of a minute
+            self.assertEqual(gateway, "theirs")
+            asked("three")
+            clock.at += 60
+            self.assertEqual(asked("four"), "theirs")
+            self.assertEqual(set(d.sides), {"two", "four"})
+            with d.beside("four"):
+                clock.at += 60
+                self.assertIsNone(asked("three"))    # both work: no room
+        self.assertIsNone(asked("three"))            # its last byte went out just now
+        clock.at += 1
+        asked("four")
+        clock.at += 2.5
+        two = d.sides["two"]
+        self.assertEqual(asked("three"), "theirs")   # idle since 3.5 s, the other 2.5
+        self.assertEqual((set(d.sides), two.closed), ({"three", "four"}, True))
+        with self.assertRaises(toki.ClientGone), d.beside("four"):
+            raise toki.ClientGone()
+        self.assertFalse(d.sides["four"].inside)
 
     def test_dead_connections_in_the_pool_cost_no_ask(self):
         "F-67: after a sleep, kept connections are dead and the engine may be another."

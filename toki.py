@@ -448,7 +448,7 @@ SETTINGS = (
     Setting("steady", "on", _rule_words, "made steady in asks: on, off, all, or names "
             "of rules; +name and -name change the usual ones"),
     Setting("replay", True, _switch, "put back what a client lost of replies that it "
-            "sends again"),
+            "sends again, and a date that it tells elsewhere than before"),
     Setting("history", True, _switch, "keep the ledger of asks and their token ids, "
             "never text; let `tui` remember what was asked in it"),
     Setting("claude_bare", False, _switch, "start Claude Code with --bare"),
@@ -4258,14 +4258,21 @@ def steady(body: dict, rules: frozenset, memory: SteadyMemory,
 #    is no system message.  The copy must show the same text (blanks at line ends and
 #    blank lines aside) and the same calls (by name and JSON value), and no thoughts of
 #    its own.  Whatever falls short of that was changed on purpose, and is left alone.
+#
+#    One thing that is no reply goes back as well: a tagged line that tells the date,
+#    taken out of the message where the engine read it and put into a later one.  It is
+#    true in both places, for nothing that is said in between changes the date.  Notices
+#    of other things (open tasks, a mode, running programs) are left where they stand:
+#    what happened in between may contradict them.
 # ============================================================================
 REPLAY_WORDS = ("reasoning", "reply text", "reply arguments", "reply ids",
-                "reply order")
+                "reply order", "notice place")
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "reasoning_text", "thinking")
 _THOUGHT = re.compile(       # the opening tag may stand in the prompt
     r"\A(?:\s*<(?:think|thinking|reasoning)>)?(.*?)</(?:think|thinking|reasoning)>",
     re.S)
 _TWINS = 4                   # different replies kept for one and the same ask
+_HOMES = 4096                # places of notices kept, about 200 bytes each
 
 
 class _Face(NamedTuple):
@@ -4377,6 +4384,8 @@ class ReplayMemory:
         self.budget, self.entries, self.used = budget, entries, 0
         self.ids: dict = {}              # id -> replies that have it
         self._turns: OrderedDict = OrderedDict()     # place -> turns, youngest first
+        self._homes: OrderedDict = OrderedDict()     # mark -> the notice's part
+        self._news: list = []            # rows about notices that nobody took yet
 
     def remember(self, messages: Sequence[dict], reply: dict, owner: str = "") -> tuple:
         """A reply is complete: keep it, before its last event goes out.  The row for
@@ -4394,7 +4403,28 @@ class ReplayMemory:
     def restore(self, place: str, message: dict) -> None:
         "A row that `remember` gave in an earlier life; whatever else is ignored."
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-            self._keep(bytes.fromhex(place), _kept_form(message))
+            if isinstance(message.get("notice"), int):
+                self.stands(bytes.fromhex(place), message["notice"])
+            else:
+                self._keep(bytes.fromhex(place), _kept_form(message))
+
+    def home(self, mark: bytes) -> Optional[int]:
+        "The part that a notice was of a message, None when it never stood there."
+        return self._homes.get(mark)
+
+    def stands(self, mark: bytes, part: int) -> None:
+        "A notice stands in a message, as this part of it."
+        if mark not in self._homes:
+            self._homes[mark] = part
+            self._news.append((mark.hex(), {"notice": part}))
+        self._homes.move_to_end(mark)
+        if len(self._homes) > _HOMES:
+            self._homes.popitem(last=False)
+
+    def news(self) -> list:
+        "Rows for `restore` about notices, each given once."
+        news, self._news = self._news, []
+        return news
 
     def _keep(self, place: bytes, message: dict) -> bool:
         if message == {"content": ""}:
@@ -4542,7 +4572,7 @@ def _split(turn: _Turn, rest: Sequence[dict]) -> Optional[_Fit]:
     results += rest[end:_results_end(rest, end)]
     results = _linked(results, calls, turn.message["tool_calls"])
     return _Fit(turn, _results_end(rest, end), [_as_given(rest[0], turn.message, calls),
-                                          *results], said + REPLAY_WORDS[4:])
+                                          *results], said + REPLAY_WORDS[4:5])
 
 
 def _merged_copy(turn: _Turn, rest: Sequence[dict]) -> Optional[_Fit]:
@@ -4567,7 +4597,7 @@ def _merged_copy(turn: _Turn, rest: Sequence[dict]) -> Optional[_Fit]:
     later = {"role": "assistant", "content": face.texts[0][len(text):].strip(),
              "reasoning_content": thought[len(kept):].strip(), "tool_calls": calls[n:]}
     return _Fit(turn, end, [_as_given(rest[0], turn.message, calls[:n]), *mine, later,
-                      *others], REPLAY_WORDS[4:])
+                      *others], REPLAY_WORDS[4:5])
 
 
 def _fit(memory: ReplayMemory, place: bytes, rest: Sequence[dict]) -> Optional[_Fit]:
@@ -4596,25 +4626,118 @@ def _goes_on(memory: ReplayMemory, place: bytes, fit: _Fit,
     return _fit(memory, place, fit.put[at:] + list(rest[fit.n:])) is not None
 
 
+# ---- notices: the date, told in another message than before ----------------------
+_TAGGED = re.compile(r"\s*<([A-Za-z][\w:.-]{0,40})>\s*([^<>\n]+?)\s*</\1>\s*")
+_SENTENCES = re.compile(r"(?<=[.!?;])\s+")
+_OF_DATES = re.compile(r"\b(?:date|today)\b|\b\d{4}\b", re.I)
+_MONTH_NAME = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_CALENDAR = re.compile(
+    r"\b(?:\d{4}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{4}|"
+    rf"{_MONTH_NAME} \d\d?,? \d{{4}}|\d\d?\.? {_MONTH_NAME},? \d{{4}})\b", re.I)
+
+
+class _Notice(NamedTuple):
+    "`left`: messages from its own to the end, which repairs in front do not change."
+    left: int
+    part: int
+    text: str
+
+
+def _tells_date(text: Any) -> bool:
+    "One tagged line, every sentence of it about the date?"
+    if not isinstance(text, str) or len(text) > 800 or text.lstrip()[:1] != "<":
+        return False
+    found = _TAGGED.fullmatch(text)
+    return found is not None and _CALENDAR.search(found[2]) is not None \
+        and all(map(_OF_DATES.search, _SENTENCES.split(found[2])))
+
+
+def _without(message: dict, n: _Notice) -> list:
+    return [p for k, p in enumerate(message["content"]) if k != n.part]
+
+
+def _parts_of(message: dict) -> list:
+    content = message.get("content")
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _notices(message: dict, left: int) -> list:
+    "Those that stand beside other parts in a user's message."
+    parts = message.get("content")
+    if message.get("role") != "user" or not isinstance(parts, list) or len(parts) < 2:
+        return []
+    return [_Notice(left, k, p["text"]) for k, p in enumerate(parts)
+            if isinstance(p, dict) and p.keys() == {"type", "text"}
+            and _tells_date(p["text"])]
+
+
+def _stray(notices: Sequence[_Notice]) -> tuple:
+    """(the notice that may have moved, messages behind which it did not): the last one,
+    if its text stands there once; an older date behind its place would win over it."""
+    if not notices or [n.text for n in notices].count(notices[-1].text) > 1:
+        return None, 0
+    return notices[-1], notices[-2].left if len(notices) > 1 else sys.maxsize
+
+
+def _home_mark(place: bytes, parts: Sequence, text: str) -> bytes:
+    "A notice in a message with these other parts, at a place."
+    return text_mark("notice", place, text, json.dumps(parts, sort_keys=True))
+
+
+def _moved_back(messages: list, i: int, n: _Notice, place: bytes,
+                memory: ReplayMemory) -> list:
+    """Messages with a notice back in message `i`, if it stood there when the reply
+    behind it was given; else the same list."""
+    at = len(messages) - n.left
+    parts, text = _parts_of(messages[i]), {"type": "text", "text": n.text}
+    part = memory.home(_home_mark(place, parts, n.text))
+    if part is None:
+        return messages
+    home = dict(messages[i], content=[*parts[:part], text, *parts[part:]])
+    place, k = _next(place, home), i + 1
+    while k < at and messages[k].get("role") != "assistant":
+        place, k = _next(place, messages[k]), k + 1
+    if k >= at or _fit(memory, place, messages[k:]) is None:
+        return messages
+    rest: Any = _without(messages[at], n)
+    if len(rest) == 1 and rest[0].keys() == {"type", "text"}:
+        rest = rest[0]["text"]           # as STEADY gives a single text
+    return [*messages[:i], home, *messages[i + 1:at], dict(messages[at], content=rest),
+            *messages[at + 1:]]
+
+
 def repair(messages: Any, memory: ReplayMemory, owner: str = "") -> tuple:
-    """(messages with toki's own replies as they were given, REPLAY_WORDS for what had
-    been lost).
+    """(messages with toki's own replies as they were given and notices where they
+    stood, REPLAY_WORDS for what had been lost).
 
     `messages`: those of a chat body; the same list comes back when nothing was lost.
     """
-    if not memory.used or not isinstance(messages, list) or not all(
-            isinstance(m, dict) for m in messages):
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        return messages, []
+    notices = [n for i, m in enumerate(messages)
+               for n in _notices(m, len(messages) - i)]
+    if not memory.used and not notices:
         return messages, []
     try:
-        return _repaired(messages, memory, owner)
+        return _repaired(messages, memory, owner, notices)
     except RecursionError:               # nested too deep to be looked through
         return messages, []
 
 
-def _repaired(messages: list, memory: ReplayMemory, owner: str) -> tuple:
+def _repaired(messages: list, memory: ReplayMemory, owner: str,
+              notices: Sequence[_Notice]) -> tuple:
     place, said, used, i = _start(owner), set(), [], 0
+    stray, barrier = _stray(notices)
     while i < len(messages):
         fit = None
+        if stray is not None and stray.left < len(messages) - i < barrier \
+                and messages[i].get("role") == "user":
+            back = _moved_back(messages, i, stray, place, memory)
+            if back is not messages:
+                messages, stray = back, None
+                said.add(REPLAY_WORDS[5])
+        for n in _notices(messages[i], 0) if notices else ():
+            memory.stands(_home_mark(place, _without(messages[i], n), n.text), n.part)
         if messages[i].get("role") == "assistant" and memory.at(place):
             fit = _fit(memory, place, messages[i:])
         if fit is not None:
@@ -6925,7 +7048,9 @@ def claude_environment(f: Facts) -> dict:
 
     Settings stand above the process environment there, so that an exported foreign key
     or address never wins; the empty key removes one from the shell.  Every name of a
-    model is given, since an unset one resolves to a name of the vendor's.
+    model is given, since an unset one resolves to a name of the vendor's; contexts of a
+    million are off, or it would write "opus[1m]" for "opus" into the user's own file
+    (seen with 2.1.332).
     """
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL",
              "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
@@ -6934,6 +7059,7 @@ def claude_environment(f: Facts) -> dict:
     env = {"ANTHROPIC_BASE_URL": f.url + "/anthropic", "ANTHROPIC_AUTH_TOKEN": f.token,
            "ANTHROPIC_API_KEY": "", **dict.fromkeys(names, f.model),
            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(f.ctx),
+           "CLAUDE_CODE_DISABLE_1M_CONTEXT": _ON,
            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(f.max_output),
            "CLAUDE_CODE_ATTRIBUTION_HEADER": _OFF,
            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": _ON,
@@ -13070,6 +13196,9 @@ class Recall(Journal):
                     messages, lost = repair(body.get("messages"), self._replies, owner)
                     if lost:
                         body, said = dict(body, messages=messages), said + lost
+                    for place, row in self._replies.news():
+                        if self.kept:
+                            self.post("reply", place, json.dumps(row))
             return body, tuple(said)
         except Exception:                # an ask is worth more than its repair
             log.exception("a body was not made steady; it goes on as it came")
@@ -13146,6 +13275,7 @@ class Recall(Journal):
                                        ).fetchall()
             for place, value in replies:
                 self._replies.restore(place, json.loads(value))
+            self._replies.news()         # they are in the file
             for name, value in responses:
                 link = Link(name, *json.loads(value), len(value))
                 self._chains.keep(link)
@@ -17177,8 +17307,8 @@ class Gateway:
         self.turns: Optional[ModelTurns] = None      # of models, on an engine of ours
         # (all?) -> {name: context} of the models that an ask may name
         self.registered: Callable[..., dict] = lambda everything=False: {}
-        # model -> the gateway in front of an engine of its own, None: there is none
-        self.beside: Callable[[str], Optional[Gateway]] = lambda model: None
+        # model -> a context: the gateway in front of an engine of its own, or None
+        self.beside: Callable[[str], Any] = lambda model: contextlib.nullcontext()
         self.sides: Callable[[], dict] = lambda: {}  # model -> the gateway beside
         self.forget_ended: Callable[[], None] = lambda: None     # ... that are no more
 
@@ -17307,10 +17437,11 @@ class Gateway:
 
     def _serve(self, x: Exchange, kind: str, asked: Any = None) -> None:
         request = self._read(x, kind, asked)
-        beside = self.beside(request.model) if request.model else None
-        if beside is not None:
-            beside._serve(x, kind, request.asked)
-            return
+        if request.model:
+            with self.beside(request.model) as beside:
+                if beside is not None:
+                    beside._serve(x, kind, request.asked)
+                    return
         self._check_model(request)
         reply = self.relay.reply(x, request, dialect_of(x.asked))
         try:
@@ -19990,7 +20121,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
-_SETTLED_S = 2.0             # an ask sent to an engine beside has arrived by then
+_SETTLED_S = 2.0             # an agent's next ask has come by then
 
 
 def daemon_json(edges: Edges, host: str, port: int, method: str, path: str,
@@ -20069,7 +20200,8 @@ class Daemon:
         self.changing = False
         self.failed = ""                 # why a change did not come about
         self.lent: Optional[Recall] = None   # by the daemon that this one stands beside
-        self.wanted_at = 0.0             # ... and when that one last sent an ask here
+        self.inside = 0                  # ... and asks that it has here, load included
+        self.quiet_since = 0.0           # when the last of them had its last byte
         self.engine = engine
         self.process: Optional[EngineProcess] = None
         self.sole = process_plan is not None     # nobody else uses the engine
@@ -20256,21 +20388,47 @@ class Daemon:
                              "see `toki logs`; the model of before is served again")
 
     # ---- engines side by side ---------------------------------------------------
-    def beside(self, name: str) -> Optional[Gateway]:
-        """In front of a registered model's own engine, started if need be; None where
-        the engine here is to be asked: it serves that model, or there is no room."""
-        if not self.base.swap.isdigit() or name == self.gateway.turns.active \
-                or name not in self.registered():
-            return None
-        with self.side_lock:
-            if name not in self.sides:
-                side = self._new_side(name)
-                if side is None:
-                    return None
-                self.sides[name] = side
-            self.sides.move_to_end(name)
-            self.sides[name].wanted_at = self.edges.clock.now()
-            return self.sides[name].gateway
+    @contextlib.contextmanager
+    def beside(self, name: str) -> Any:
+        """In front of a registered model's own engine, started if need be, which stays
+        while an ask is inside; None where the engine here is to be asked: it serves
+        that model, or there is no room."""
+        side = None
+        if self.base.swap.isdigit() and name != self.gateway.turns.active \
+                and name in self.registered():
+            with self.side_lock:
+                side = self._side(name)
+        try:
+            yield side and side.gateway
+        finally:
+            if side is not None:
+                with self.side_lock:
+                    side.inside -= 1
+                    side.quiet_since = self.edges.clock.now()
+                    if self.sides.get(name) is side:
+                        self.sides.move_to_end(name)
+
+    def _side(self, name: str) -> Optional["Daemon"]:
+        if name not in self.sides:
+            side = self._new_side(name) if self._make_room(name) else None
+            if side is None:
+                return None
+            self.sides[name] = side
+        self.sides[name].inside += 1
+        return self.sides[name]
+
+    def _make_room(self, name: str) -> bool:
+        """Is there a place for one more engine?  The longest idle one gives its own up;
+        idle begins with the last byte of the last ask."""
+        most, now = int(self.base.swap), self.edges.clock.now()
+        for old, side in list(self.sides.items()):
+            if len(self.sides) + 1 < most:
+                break
+            if not side.inside and now - side.quiet_since > _SETTLED_S:
+                log.info("the engine of %s makes room for %s", old, name)
+                side.close()
+                del self.sides[old]
+        return len(self.sides) + 1 < most
 
     def _new_side(self, name: str) -> Optional["Daemon"]:
         registry = read_registry(self.base, self.where, self.edges)
@@ -20280,16 +20438,6 @@ class Daemon:
                 "model": entry_paths(entry, registry)[0], **more}
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
-        for old, side in list(self.sides.items()):
-            if len(self.sides) + 1 < int(self.base.swap):
-                break
-            if not side.keeper.open_count() and \
-                    self.edges.clock.now() - side.wanted_at > _SETTLED_S:
-                log.info("the engine of %s makes room for %s", old, name)
-                side.close()
-                del self.sides[old]
-        if len(self.sides) + 1 >= int(self.base.swap):
-            return None
         side = Daemon(self.base.but(swap="off"), Places(
             self.where.file("fleet", name), self.where.config_file), self.edges,
             process_plan=plan)
