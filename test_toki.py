@@ -13308,7 +13308,7 @@ class Turns(MessagesCase):
 
 
 # ============================================================================
-# ANTHROPIC: to chat
+# ANTHROPIC
 # ============================================================================
 class ToChat(MessagesCase):
     def test_fields(self):
@@ -13626,7 +13626,7 @@ class ToChat(MessagesCase):
 
 
 # ============================================================================
-# ANTHROPIC: from chat
+# MESSAGES
 # ============================================================================
 class FromChat(MessagesCase):
     def test_order_of_events(self):
@@ -13922,7 +13922,7 @@ class FromChat(MessagesCase):
 
 
 # ============================================================================
-# ANTHROPIC: there and back
+# ANTHROPIC and MESSAGES: there and back
 # ============================================================================
 def canonical(message):
     "The engine's message as every client's history is told to it: arguments compact."
@@ -18769,7 +18769,7 @@ ROOMS = {
     "TOKENS": (TokensRoom,), "TRIE": (Trie,), "PICTURE": (Picture,), "TEXTS": (Texts,),
     "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
     "WIRE": (Wire,), "TURNS": (Turns,),
-    "ANTHROPIC": (ToChat, FromChat, RoundTrip, Seam),
+    "ANTHROPIC": (ToChat,), "MESSAGES": (FromChat, RoundTrip, Seam),
     "RESPONSES": (ResponsesRoom,), "OUTPUTS": (OutputsRoom,),
     "STEADY": (Clients, Steady, Properties), "REPLAY": (Replay,),
     "FALLBACK": (Fallback, FallbackRoute), "WORKLOADS": (Workloads,),

@@ -28,70 +28,71 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     7  EMBED     which known prompt is nearest to this one?
     8  WIRE      what an ask and a reply look like; SSE framing; error bodies
     9  TURNS     a conversation in no dialect, folded into what templates accept
-    10 ANTHROPIC the Messages dialect: to chat, and the reply back
-    11 RESPONSES OpenAI's Responses dialect: what its items mean as a chat
-    12 OUTPUTS   the chat stream told as Responses events
-    13 STEADY    what changes from ask to ask although nothing new is said
-    14 REPLAY    lossy copies of our own replies, put right again
-    15 FALLBACK  the nearest form of an ask that this engine does not refuse
-    16 BOOK      what we believe the slots hold; changed only by events
-    17 DECIDE    which slot, what is destroyed, and why
-    18 WHY       why were these tokens computed, though something like them was known?
-    19 AGENTS    how each coding agent is pinned to this model for one launch
-    20 GGUF      what a model file's header says about memory
-    21 FIT       which context, slots and KV type does this memory hold?
-    22 SLOTFILE  a saved slot: its tokens, deltas, a wider window
-    23 ASSETS    which release file fits this machine?
-    24 REMEDY    an engine that will not start: what to change
-    25 UNITS     what service managers want to read
-    26 PICK      which files of a listing make one model, and which to take?
-    27 REGISTRY  the models file: what it may say, where it is wrong
-    28 WORKLOADS what agents ask; the oracle; figures and grades of a bench
-    29 REPORT    a bench as terminal table and as one page with plots
-    30 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    31 MACHINE   where state lives; memory; who runs
-    32 ENGINE    one llama-server: talk, probe, start, watch, stop
-    33 FETCH     files from web servers: redirects, resume, digests
-    34 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    35 RECALL    what was said before, for the asks that come after
-    36 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    37 FEED      what happens in the book, told to whoever listens
-    38 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    39 MOVES     state from slot to shelf and back, under a lease
-    40 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    41 CERTIFY   may restored contexts be trusted here?
-    42 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    43 FLEET     one
-    44 HTTP      framing, limits, deadlines: a server made of http.server
-    45 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
-    46 GATEWAY   routes: bytes in and out, never decides
-    47 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    48 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    49 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    50 PROBE     does this engine run here, and on the device that was asked for?
-    51 MODELS    the models of this machine: registered, imported, checked, removed
-    52 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    53 INSTALL   get an engine and a starter model
-    54 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
-    55 STACK     up, down, status: engine and daemon as one thing
-    56 LAUNCH    start an agent, pinned to the model that runs here
-    57 WIRED     a client's own configuration that points here until it is taken back
-    58 SERVICE   toki as a service of this user: install, remove, status
-    59 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    60 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    61 TOP       what runs, what is held and what each ask cost, live
-    62 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    63 BENCH     toki's own cost, soak, and the everyday situations
-    64 RUNS      workloads played on three arms of one engine build, ask by ask
-    65 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    66 DOCTOR    is everything fit, and if not, what to do
-    67 PAGE      the web page as one readable text
-    68 WEB       a second door to a running daemon, with TLS, for browsers
-    69 COMMANDS  how a subcommand is declared; those of the stack and its clients
-    70 CATALOG   `toki model`: fetch, import, list, check, use and remove
-    71 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
-    72 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
-    73 MAIN      settings, completion, version; the command line read and run
+    10 ANTHROPIC Anthropic's dialect: what its blocks mean as a chat
+    11 MESSAGES  the chat stream told as Messages events, and as a plain message
+    12 RESPONSES OpenAI's Responses dialect: what its items mean as a chat
+    13 OUTPUTS   the chat stream told as Responses events
+    14 STEADY    what changes from ask to ask although nothing new is said
+    15 REPLAY    lossy copies of our own replies, put right again
+    16 FALLBACK  the nearest form of an ask that this engine does not refuse
+    17 BOOK      what we believe the slots hold; changed only by events
+    18 DECIDE    which slot, what is destroyed, and why
+    19 WHY       why were these tokens computed, though something like them was known?
+    20 AGENTS    how each coding agent is pinned to this model for one launch
+    21 GGUF      what a model file's header says about memory
+    22 FIT       which context, slots and KV type does this memory hold?
+    23 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    24 ASSETS    which release file fits this machine?
+    25 REMEDY    an engine that will not start: what to change
+    26 UNITS     what service managers want to read
+    27 PICK      which files of a listing make one model, and which to take?
+    28 REGISTRY  the models file: what it may say, where it is wrong
+    29 WORKLOADS what agents ask; the oracle; figures and grades of a bench
+    30 REPORT    a bench as terminal table and as one page with plots
+    31 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    32 MACHINE   where state lives; memory; who runs
+    33 ENGINE    one llama-server: talk, probe, start, watch, stop
+    34 FETCH     files from web servers: redirects, resume, digests
+    35 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    36 RECALL    what was said before, for the asks that come after
+    37 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    38 FEED      what happens in the book, told to whoever listens
+    39 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    40 MOVES     state from slot to shelf and back, under a lease
+    41 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    42 CERTIFY   may restored contexts be trusted here?
+    43 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    44 FLEET     o
+    45 HTTP      framing, limits, deadlines: a server made of http.server
+    46 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    47 GATEWAY   routes: bytes in and out, never decides
+    48 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    49 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    50 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    51 PROBE     does this engine run here, and on the device that was asked for?
+    52 MODELS    the models of this machine: registered, imported, checked, removed
+    53 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    54 INSTALL   get an engine and a starter model
+    55 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    56 STACK     up, down, status: engine and daemon as one thing
+    57 LAUNCH    start an agent, pinned to the model that runs here
+    58 WIRED     a client's own configuration that points here until it is taken back
+    59 SERVICE   toki as a service of this user: install, remove, status
+    60 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    61 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    62 TOP       what runs, what is held and what each ask cost, live
+    63 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    64 BENCH     toki's own cost, soak, and the everyday situations
+    65 RUNS      workloads played on three arms of one engine build, ask by ask
+    66 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    67 DOCTOR    is everything fit, and if not, what to do
+    68 PAGE      the web page as one readable text
+    69 WEB       a second door to a running daemon, with TLS, for browsers
+    70 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    71 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    72 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    73 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    74 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -1873,12 +1874,9 @@ def _content(many: Sequence[Sequence[dict]], role: str) -> Any:
 
 
 # ============================================================================
-# 10. ANTHROPIC - the Messages dialect: to chat, and the reply back.
-#    uses: WORDS, WIRE, TURNS.  offers: ANTHROPIC, anthropic_to_chat,
-#    AnthropicStream, anthropic_reply, anthropic_error, anthropic_headers,
-#    anthropic_models, count_tokens_reply.
+# 10. ANTHROPIC - Anthropic's /v1/messages: what its blocks mean as a chat.
+#    uses: TURNS.  offers: anthropic_to_chat.
 # ============================================================================
-_SIGNATURE = "toki"          # clients drop thoughts without one; any is taken back
 _EFFORTS = {"xhigh": "high", "max": "high"}      # templates know three
 
 
@@ -2240,7 +2238,15 @@ def _prefill(messages: list) -> list:
     return messages
 
 
-# ---- the reply -------------------------------------------------------------------
+# ============================================================================
+# 11. MESSAGES - the chat stream told as Messages events, and as a plain message.
+#    uses: WORDS, WIRE, TURNS, ANTHROPIC.  offers: ANTHROPIC, AnthropicStream,
+#    anthropic_reply, anthropic_error, anthropic_headers, anthropic_models,
+#    count_tokens_reply.
+# ============================================================================
+_SIGNATURE = "toki"          # clients drop thoughts without one; any is taken back
+
+
 def _usage(event: dict) -> Optional[tuple]:
     "(prompt, cached, output) tokens that an event or reply knows, None without any."
     u, t, p = (event.get(k) for k in ("usage", "timings", "prompt_progress"))
@@ -2639,7 +2645,7 @@ ANTHROPIC = Dialect(anthropic_to_chat, AnthropicStream, anthropic_reply,
 
 
 # ============================================================================
-# 11. RESPONSES - OpenAI's /v1/responses: what its items mean as a chat.
+# 12. RESPONSES - OpenAI's /v1/responses: what its items mean as a chat.
 #    uses: WORDS, TURNS.  offers: responses_to_chat, input_items, stored_items,
 #    Chains, Link, input_tokens_reply, ClientTool, client_tools, includes, seal,
 #    strict_json, is_object.  pure: no clock, no I/O.
@@ -3225,7 +3231,7 @@ class Chains:
 
 
 # ============================================================================
-# 12. OUTPUTS - the chat stream told as Responses events, and as a plain response.
+# 13. OUTPUTS - the chat stream told as Responses events, and as a plain response.
 #    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
 #    response_error.  pure: ids and times are given.
 #
@@ -3775,7 +3781,7 @@ RESPONSES = Dialect(
 
 
 # ============================================================================
-# 13. STEADY - what changes from ask to ask although nothing new is said.
+# 14. STEADY - what changes from ask to ask although nothing new is said.
 #    uses: nothing.  offers: steady, SteadyMemory, CallLinks, content_text,
 #    argument_key, text_mark.  pure: no clock, no I/O; the caller's lock guards a
 #    memory.
@@ -4245,7 +4251,7 @@ def steady(body: dict, rules: frozenset, memory: SteadyMemory,
 
 
 # ============================================================================
-# 14. REPLAY - lossy copies of our own replies, put right again.
+# 15. REPLAY - lossy copies of our own replies, put right again.
 #    uses: STEADY.  offers: ReplayMemory, repair, REPLAY_WORDS.  pure: no clock, no
 #    I/O; the caller's lock guards a memory.
 #
@@ -4752,7 +4758,7 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str,
 
 
 # ============================================================================
-# 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
+# 16. FALLBACK - the nearest form of an ask that this engine does not refuse.
 #    uses: WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal, refusal_words,
 #    reduced_schema, reduced_tools, apply_forms, nearer_forms, lost_system, Habits.
 #
@@ -5417,7 +5423,7 @@ class Habits:
 
 
 # ============================================================================
-# 16. BOOK - what we believe the slots hold; changed only by events.
+# 17. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, spread, Slot, Known,
 #    Snap, Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted,
 #    Reborn, Shelved, Unshelved, Marked, Restored, Emptied, Computed,
@@ -6053,7 +6059,7 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 
 
 # ============================================================================
-# 17. DECIDE - which slot, what is destroyed, and why.
+# 18. DECIDE - which slot, what is destroyed, and why.
 #    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
 #    usable_snap, must_extend, incomplete, estimate_ms, p_return, learn_kind,
 #    pool_size, SLICE, P_CRASH.  pure and total: always a plan, always a why.
@@ -6587,7 +6593,7 @@ def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
 
 
 # ============================================================================
-# 18. WHY - why were these tokens computed, though something like them was known?
+# 19. WHY - why were these tokens computed, though something like them was known?
 #    uses: TOKENS.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the text of
 #    tokens comes from a callable.
 #
@@ -6955,7 +6961,7 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 
 # ============================================================================
-# 19. AGENTS - how each coding agent is pinned to this model for one launch.
+# 20. AGENTS - how each coding agent is pinned to this model for one launch.
 #    uses: WORDS.  offers: Agent, AGENTS, Facts, Wiring, wiring, FOREIGN,
 #    find_name, shim_script, claude_environment, codex_model_tables.  pure: says
 #    what to run, export and write, and does none of it.
@@ -7448,7 +7454,7 @@ def shim_script(text: str) -> str:
 
 
 # ============================================================================
-# 20. GGUF - what a model file's header says about memory.
+# 21. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, read_sort, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -8057,7 +8063,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 
 
 # ============================================================================
-# 21. FIT - which context, how many slots, which KV type does this memory hold?
+# 22. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
 #    wishes_of, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
@@ -8596,7 +8602,7 @@ def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
 
 
 # ============================================================================
-# 22. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 23. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -8944,7 +8950,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
-# 23. ASSETS - which release file fits this machine, and did it find its device?
+# 24. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
 #    gfx_override, SUPPORT, box_text, real_devices.
@@ -9242,7 +9248,7 @@ def device_lines(text: str, backend: str) -> list:
 
 
 # ============================================================================
-# 24. REMEDY - an engine that will not start: what to change, said in one clause.
+# 25. REMEDY - an engine that will not start: what to change, said in one clause.
 #    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy,
 #    apply_remedies, fit_flags, known_template, template_names, read_remedies.
 # ============================================================================
@@ -9487,7 +9493,7 @@ def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
 
 
 # ============================================================================
-# 25. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
+# 26. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
 #    uses: nothing.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
 #    unit_for.
 # ============================================================================
@@ -9633,7 +9639,7 @@ def _joined(*parts: str, sep: str = "/") -> str:
 
 
 # ============================================================================
-# 26. PICK - which files of a listing make one model, and which one to take?
+# 27. PICK - which files of a listing make one model, and which one to take?
 #    uses: WORDS.  offers: RepoFile, RepoModel, candidates, projectors, quant_of,
 #    choose, near_names, split_of, MODEL_ORDER.
 #
@@ -9844,7 +9850,7 @@ def _needs(c: RepoModel) -> int:
 
 
 # ============================================================================
-# 27. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
+# 28. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
 #    uses: WORDS, PICK.  offers: REGISTRY_SCHEMA, ENTRY_KEYS, Entry, Registry,
 #    parse_registry, edit_registry, key_lines, read_yaml_entries, YAML_HINT,
 #    default_name, check_name.
@@ -10158,7 +10164,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 
 # ============================================================================
-# 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
+# 29. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
 #    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
@@ -10594,7 +10600,7 @@ def lost_asks(run: Run, least: int = 2) -> list:
 
 
 # ============================================================================
-# 29. REPORT - a bench as terminal table, as JSON, and as one page with plots.
+# 30. REPORT - a bench as terminal table, as JSON, and as one page with plots.
 #    uses: WORDS, EMBED, WORKLOADS.  offers: bench_result, bench_text, bench_page,
 #    bench_compare, WORKLOAD_WORDS.
 #
@@ -11096,7 +11102,7 @@ def _method(result: dict) -> list:
 
 
 # ============================================================================
-# 30. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 31. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
 #    is_local_url, http_address, reached_host, PosixConsole, WindowsConsole.
 # ============================================================================
@@ -11779,7 +11785,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 31. MACHINE - where state lives; memory; who runs.
+# 32. MACHINE - where state lives; memory; who runs.
 #    uses: FIT, ASSETS, EDGES.  offers: Places, places, detect_memory, find_devices,
 #    meminfo_memory, group_memory, vm_stat_memory, listed_devices, nvidia_devices,
 #    rocm_devices, effective_shape, save_effective, local_token, start_logging,
@@ -12107,7 +12113,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 32. ENGINE - one llama-server: talk, probe, start, watch, stop.
+# 33. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
 #    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
@@ -12627,7 +12633,7 @@ class EngineProcess:
 
 
 # ============================================================================
-# 33. FETCH - files from web servers: redirects, resume, digests, progress.
+# 34. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
 #    TransferProgress, PercentLine, pause_asked.
 #
@@ -12924,7 +12930,7 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
 
 
 # ============================================================================
-# 34. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+# 35. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
 #    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, Journal,
 #    LEDGER_SCHEMA.
 #
@@ -13124,7 +13130,7 @@ class Ledger(Journal):
 
 
 # ============================================================================
-# 35. RECALL - what was said before, for the asks that come after.
+# 36. RECALL - what was said before, for the asks that come after.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, RESPONSES, STEADY, REPLAY, EDGES, LEDGER.
 #    offers: Recall, Transcript, RECALL_SCHEMA.
 #
@@ -13297,7 +13303,7 @@ class Recall(Journal):
 
 
 # ============================================================================
-# 36. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 37. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -13820,7 +13826,7 @@ class Shelf:
 
 
 # ============================================================================
-# 37. FEED - what happens in the book, told to whoever listens.
+# 38. FEED - what happens in the book, told to whoever listens.
 #    uses: BOOK.  offers: Feed, Listener.
 #
 #    The book's events are all that changes what faces show, so they are the feed:
@@ -13910,7 +13916,7 @@ class Feed:
 
 
 # ============================================================================
-# 38. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 39. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -14179,7 +14185,7 @@ class Prompter:
 
 
 # ============================================================================
-# 39. MOVES - state from slot to shelf and back, under a lease.
+# 40. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
@@ -14528,7 +14534,7 @@ class Mover:
 
 
 # ============================================================================
-# 40. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 41. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
 #    GGUF, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers:
 #    Keeper, cache_report.
@@ -15499,7 +15505,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 41. CERTIFY - may restored contexts be trusted here?
+# 42. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, KEEPER.  offers: certify,
 #    canary, judge_trials, prove_fork, Auditor.
 #
@@ -15772,7 +15778,7 @@ class Auditor:
 
 
 # ============================================================================
-# 42. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 43. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
@@ -16066,7 +16072,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 43. FLEET - one engine, several models: whose turn is it?
+# 44. FLEET - one engine, several models: whose turn is it?
 #    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
@@ -16133,7 +16139,7 @@ class ModelTurns:
 
 
 # ============================================================================
-# 44. HTTP - framing, limits, deadlines: a server made of http.server.
+# 45. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
 #    is_loopback.
 #
@@ -16601,7 +16607,7 @@ def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: 
 
 
 # ============================================================================
-# 45. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+# 46. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
 #    RECALL, MOVES, KEEPER, HTTP.
 #    offers: Relay, send_error, new_id, allowed_silence_s.
@@ -17181,10 +17187,10 @@ class Relay:
 
 
 # ============================================================================
-# 46. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, STEADY,
-#    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.
-#    offers: Gateway, ROUTES, Route, page_headers, prometheus.
+# 47. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, MESSAGES, RESPONSES, OUTPUTS, STEADY,
+#    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.  offers: Gateway,
+#    ROUTES, Route, page_headers, prometheus.
 # ============================================================================
 class Route(NamedTuple):
     method: str
@@ -17716,7 +17722,7 @@ class Gateway:
 
 
 # ============================================================================
-# 47. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 48. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -17925,7 +17931,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 48. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 49. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -18075,7 +18081,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 49. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 50. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -18303,7 +18309,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 50. PROBE - does this engine run here, and on the device that was asked for?
+# 51. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -18468,7 +18474,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 51. MODELS - the models of this machine: registered, imported, checked, removed.
+# 52. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -19068,7 +19074,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 52. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 53. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -19449,7 +19455,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 53. INSTALL - get an engine and a starter model.
+# 54. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -20110,7 +20116,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 54. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+# 55. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
 #    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
 #    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
 #    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
@@ -20663,7 +20669,7 @@ class Daemon:
 
 
 # ============================================================================
-# 55. STACK - up, down, status: engine and daemon as one thing.
+# 56. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
 #    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
 #    given_flags, model_setup.
@@ -20936,7 +20942,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 56. LAUNCH - start an agent, pinned to the model that runs here.
+# 57. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
@@ -21190,7 +21196,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 57. WIRED - a client's own configuration that points here until it is taken back.
+# 58. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21536,7 +21542,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 58. SERVICE - toki as a service of this user: install, remove, status.
+# 59. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
 #    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -21650,7 +21656,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 59. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 60. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22291,7 +22297,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 60. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 61. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -22933,7 +22939,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 61. TOP - what runs, what is held and what each ask cost, live.
+# 62. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23177,7 +23183,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 62. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 63. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23694,7 +23700,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 63. BENCH - toki's own cost, soak, and the everyday situations.
+# 64. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
 #    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
 #    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
@@ -24224,7 +24230,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 64. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 65. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
@@ -24527,7 +24533,7 @@ class Bench:
 
 
 # ============================================================================
-# 65. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 66. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24811,7 +24817,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 66. DOCTOR - is everything fit, and if not, what to do.
+# 67. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
 #    safe_log, bundle.
 # ============================================================================
@@ -24997,7 +25003,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 67. PAGE - the web page as one readable text.
+# 68. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26740,7 +26746,7 @@ loadModels();
 
 
 # ============================================================================
-# 68. WEB - a second door to a running daemon, with TLS, for browsers.
+# 69. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -26887,7 +26893,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 69. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+# 70. COMMANDS - how a subcommand is declared; those of the stack and its clients.
 #    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
 #    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
@@ -27192,7 +27198,7 @@ def cmd_doctor(c: Context) -> int:
 
 
 # ============================================================================
-# 70. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+# 71. CATALOG - `toki model`: fetch, import, list, check, use and remove.
 #    uses: everything above.  offers: use_by_name, model_install_llama,
 #    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
 # ============================================================================
@@ -27489,7 +27495,7 @@ subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
 
 
 # ============================================================================
-# 71. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+# 72. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
 #    uses: everything above.  offers: cmd_bench, cmd_simulate.
 # ============================================================================
 @subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
@@ -27734,7 +27740,7 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
 
 
 # ============================================================================
-# 72. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+# 73. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
 #    uses: everything above.  offers: bare_toki.
 # ============================================================================
 _URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
@@ -27945,7 +27951,7 @@ def cmd_page(c: Context) -> int:
 
 
 # ============================================================================
-# 73. MAIN - settings, completion, version; the command line read and run.
+# 74. MAIN - settings, completion, version; the command line read and run.
 #    uses: everything above.  offers: main, completion_script.
 # ============================================================================
 @subcommand(JSON_ARG, settings=RUN_SETTINGS)
