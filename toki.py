@@ -668,7 +668,7 @@ class PrefixTrie:
         longest first; however many hold a longer part of it."""
         found = []
         for holder, (held, theirs) in self._held.items():
-            n = (len(held) - 1) // self.block
+            n = max(0, len(held) - 1) // self.block
             if n <= len(hashes) and (not n or theirs[n - 1] == hashes[n - 1]):
                 shared = common_prefix(tokens, held, n * self.block)
                 if shared >= len(held) - 1:
@@ -5833,7 +5833,7 @@ class Book:
             return
         s = self.slots[e.slot]
         if s.came and total > s.came:
-            self.rates.came_back(t.cache_n >= s.came)
+            self.rates.came_back(t.cache_n - e.side >= s.came)
         if e.prompt is not None and total != s.size:
             # The engine saw other tokens than we counted: believe nothing here.
             self.trie.drop((self.life, e.slot))
@@ -6282,7 +6282,8 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
             o.slot.size)
         cut_back = prices.turns and o.slot.turn
         risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
-        saved += p * risk * unshelved * prices.prefill + (prices.stop if cut_back else 0)
+        saved += p * risk * unshelved * prices.prefill
+        saved += prices.stop if cut_back else 0
         counts = ability.files and (ability.full_window or ability.kind != "window"
                                     or o.slot.size + o.slot.tail > ability.window)
         if counts and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
