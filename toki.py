@@ -656,6 +656,18 @@ class PrefixTrie:
         return sorted((Match(h, n, len(self._held[h][0])) for h, n in found.items()),
                       key=lambda m: -m.length)
 
+    def within(self, tokens: Tokens, hashes: list) -> list:
+        """The holders of which this prompt holds everything, or all but the last token,
+        longest first; however many hold a longer part of it."""
+        found = []
+        for holder, (held, theirs) in self._held.items():
+            n = max(0, len(held) - 1) // self.block
+            if n <= len(hashes) and (not n or theirs[n - 1] == hashes[n - 1]):
+                shared = common_prefix(tokens, held, n * self.block)
+                if shared >= len(held) - 1:
+                    found.append(Match(holder, shared, len(held)))
+        return sorted(found, key=lambda m: -m.length)
+
     def check(self) -> None:
         "Raise AssertionError unless the nodes say exactly what the holders say."
         want: dict = {self.seed: set()}
@@ -5401,10 +5413,10 @@ class Habits:
 
 # ============================================================================
 # 16. BOOK - what we believe the slots hold; changed only by events.
-#    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, Slot, Known, Snap,
-#    Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted, Reborn,
-#    Shelved, Unshelved, Marked, Restored, Emptied, Computed, MIN_REUSE_FOR_HIT,
-#    verdict, Rates, MOVE_FIXED_MS.
+#    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, spread, Slot, Known,
+#    Snap, Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted,
+#    Reborn, Shelved, Unshelved, Marked, Restored, Emptied, Computed,
+#    MIN_REUSE_FOR_HIT, verdict, Rates, MOVE_FIXED_MS.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
@@ -5412,6 +5424,8 @@ MOVE_FIXED_MS = 1.5          # of a save or restore, whatever the size
 _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
 _PARENTS = 512               # of families that are remembered
+_MOST_BOUNDS = 8             # places within a message that are considered
+_TRIED = 8                   # asks in which a head shows what its messages are like
 
 
 class Prompt(NamedTuple):
@@ -5421,7 +5435,20 @@ class Prompt(NamedTuple):
     starts: tuple = ()       # token index of each message's first token
     users: tuple = ()        # ... of each user message
     ahead: int = 0           # tokens up to the last blank line of a long last message
+    bounds: tuple = ()       # where lines of the last message start, if asks vary them
+    left: int = 0            # asks with this head that left a known one between lines
+    end: int = 0             # tokens that the next turn is sure to extend
     text: Any = None         # (Text, cuts): to be remembered once the ask is on its way
+
+
+def spread(rising: Iterable[int], most: int = _MOST_BOUNDS) -> tuple:
+    "Of rising numbers at most `most`, none near another, spread over all of them."
+    out: list = []
+    for n in rising:
+        if not out or n - out[-1] >= BLOCK // 2:
+            out.append(n)
+    step = max(1, -(-len(out) // most))
+    return tuple(out[step - 1::step])
 
 
 class Slot(NamedTuple):
@@ -5448,6 +5475,9 @@ class Slot(NamedTuple):
     shelved: int = 0         # of `size`, tokens that a snapshot holds too
     lead: int = 0            # tokens that its ask computes ahead, and saves on the way
     parent: str = ""         # the conversation that waits for this one
+    came: int = 0            # what it reuses if the last reply comes back as it went
+    rewound: bool = False    # cut since it was filled: its window has gaps
+    turn: int = 0            # of `size`, tokens that the next turn is sure to extend
 
 
 class Snap(NamedTuple):
@@ -5472,6 +5502,8 @@ class Hot(NamedTuple):
     size: int                # tokens
     uses: int = 0
     saved: int = 0           # tokens of it that the engine did not compute again
+    places: tuple = ()       # beginnings at which its asks left known prompts within
+    left: int = 0            # their messages, by block hash; and how many did
 
 
 class Known(NamedTuple):
@@ -5626,7 +5658,7 @@ class Counters:
 _RATE_NAMES = {              # as in the state document
     "prefill_ms": "prefill_ms_per_token", "decode_ms": "decode_ms_per_token",
     "save_ms": "save_ms_per_token", "restore_ms": "restore_ms_per_token",
-    "reply_tokens": "reply_tokens"}
+    "reply_tokens": "reply_tokens", "returned": "replies_returned"}
 
 
 class Rates:
@@ -5638,6 +5670,7 @@ class Rates:
         self.restore_ms: Optional[float] = None      # a token
         self.decode_ms: Optional[float] = None
         self.reply_tokens: Optional[float] = None
+        self.returned: Optional[float] = None        # share of replies that came back
 
     def learn(self, t: Timings) -> None:
         self.reply_tokens = self._mix(self.reply_tokens, t.predicted_n)
@@ -5652,6 +5685,10 @@ class Rates:
         if n_tokens >= 64:
             name, rest = kind + "_ms", max(0.0, ms - MOVE_FIXED_MS)
             setattr(self, name, self._mix(getattr(self, name), rest / n_tokens))
+
+    def came_back(self, whole: bool) -> None:
+        "Did a reply come back in the next prompt token for token?"
+        self.returned = self._mix(self.returned, float(whole))
 
     def recall(self, known: Any) -> None:
         "What `as_dict` gave in an earlier life, where nothing is measured yet."
@@ -5714,11 +5751,14 @@ class Book:
         if e.gamble:
             c.gambles += 1
         self._retire(old, e)
-        holder = (self.life, e.slot)
+        holder, came = (self.life, e.slot), 0
         if e.prompt is None:
             self.trie.drop(holder)
             size = kept = 0
         else:
+            if old.tail and old.size < len(e.prompt.tokens) and holder in self.trie \
+                    and self.trie.tokens(holder) == e.prompt.tokens[:old.size]:
+                came = old.size + old.tail
             self.trie.insert(holder, e.prompt.tokens, e.prompt.hashes)
             size, kept = len(e.prompt.tokens), e.kept
         self.slots[e.slot] = Slot(
@@ -5726,7 +5766,9 @@ class Book:
             e.request.klass, e.at, old.uses + 1,
             tuple(m for m in old.marks if m <= kept), e.request.limit,
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
-            e.lead, self._parent(e.request))
+            e.lead, self._parent(e.request), came,
+            bool(kept) and (old.rewound or kept < old.size),
+            min(e.prompt.end, size - 1) if e.prompt else 0)
 
     def _parent(self, request: Request) -> str:
         """The conversation that waits while this ask runs: the first agent of its
@@ -5779,6 +5821,8 @@ class Book:
         if e.slot < 0:                   # the engine chose the slot
             return
         s = self.slots[e.slot]
+        if s.came and total > s.came:
+            self.rates.came_back(t.cache_n - e.side >= s.came)
         if e.prompt is not None and total != s.size:
             # The engine saw other tokens than we counted: believe nothing here.
             self.trie.drop((self.life, e.slot))
@@ -5791,8 +5835,9 @@ class Book:
                     if m >= t.cache_n}
             made |= {end - 4 for end in e.ends}
             marks = tuple(sorted(m for m in {*marks, *made} if m > 0))[-_MARKS:]
+            shared = self.shared(e.prompt)
             self._remember(e)
-            self._warm_up(e.prompt, proven)
+            self._warm_up(e.prompt, proven, shared[0] if shared else 0)
         self.slots[e.slot] = s._replace(
             busy=0, used_at=e.at, tail=max(0, t.predicted_n - 1), ready=s.size,
             marks=marks)
@@ -5834,12 +5879,13 @@ class Book:
     def _on_restored(self, e: Restored) -> None:
         snap, s = self.snaps[e.id], self.slots[e.slot]
         self.snaps[e.id] = snap._replace(uses=snap.uses + 1)
-        self.slots[e.slot] = s._replace(restored=snap.held, marks=(),
-                                        shelved=min(snap.size, s.ready))
+        self.slots[e.slot] = s._replace(restored=snap.held, marks=(), came=0,
+                                        rewound=False, shelved=min(snap.size, s.ready))
 
     def _on_emptied(self, e: Emptied) -> None:
         s = self.slots[e.slot]
-        self.slots[e.slot] = s._replace(restored=0, shelved=0, marks=(), ready=0)
+        self.slots[e.slot] = s._replace(restored=0, shelved=0, marks=(), ready=0,
+                                        came=0, rewound=False)
 
     def _on_computed(self, e: Computed) -> None:
         self.counters.computed_tokens += e.n_tokens
@@ -5856,20 +5902,32 @@ class Book:
         "[(snapshot, its tokens)]"
         return [(s, self.trie.tokens(("snap", i))) for i, s in self.snaps.items()]
 
-    def snap_matches(self, prompt: Prompt) -> list:
-        "[(snapshot, shared tokens)] of the shelf, longest first."
+    def snap_matches(self, prompt: Prompt, whole: bool = False) -> list:
+        """[(snapshot, shared tokens)] of the shelf, longest first; `whole`: only those
+        that the prompt extends."""
+        found = self.trie.within(prompt.tokens, prompt.hashes) if whole \
+            else self.trie.match(prompt.tokens, prompt.hashes, limit=24)
         return [(self.snaps[m.holder[1]], m.length)
-                for m in self.trie.match(prompt.tokens, prompt.hashes, limit=24)
-                if m.holder[0] == "snap"]
+                for m in found if m.holder[0] == "snap"]
 
     # ---- the pool ----------------------------------------------------------
-    def _warm_up(self, prompt: Prompt, proven: int) -> None:
-        "Count one more use of a prompt's stable head."
+    @staticmethod
+    def _head_key(prompt: Prompt) -> Optional[bytes]:
         end = prompt.users[0] if prompt.users else 0
-        if end < 2 * BLOCK:
+        return prompt.hashes[end // BLOCK - 1] if end >= 2 * BLOCK else None
+
+    def _warm_up(self, prompt: Prompt, proven: int, place: int) -> None:
+        """Count one more use of a prompt's stable head; `place` is where it left the
+        known prompt most like it."""
+        key = self._head_key(prompt)
+        if key is None:
             return
-        key = prompt.hashes[end // BLOCK - 1]
+        end = prompt.users[0]
         hot = self.hot.pop(key, Hot(end))
+        if prompt.users[-1] + BLOCK // 2 < place < prompt.starts[-1] - BLOCK:
+            mark = prompt.hashes[place // BLOCK - 1]
+            seen = [m for m in hot.places if m != mark]
+            hot = hot._replace(places=(*seen, mark)[-8:], left=hot.left + 1)
         self.hot[key] = hot._replace(uses=hot.uses + 1,
                                      saved=hot.saved + min(proven, end))
         if len(self.hot) > _HOT_HEADS:
@@ -5889,6 +5947,16 @@ class Book:
                 best = max(slots, key=lambda s: (s.used_at, s.slot))
                 found[best.slot] = self.hot[key].size // BLOCK * BLOCK
         return found
+
+    def passages(self, prompt: Prompt) -> int:
+        """How many asks with this head left a known one within their last message, not
+        only behind one beginning of it: passages in varying order.  Presumed
+        of a head's first asks, where they are single ones."""
+        hot = self.hot.get(self._head_key(prompt))
+        if hot is None:
+            return 0
+        presumed = 2 if len(prompt.users) == 1 and hot.uses < _TRIED else 0
+        return hot.left if len(hot.places) > 1 else presumed
 
     # ---- known prompts ----------------------------------------------------
     def _remember(self, e: Settled) -> None:
@@ -5922,10 +5990,10 @@ class Book:
                 return self.known[m.holder]
         return None
 
-    def branch_point(self, prompt: Prompt) -> int:
-        "Tokens that this prompt shares with the known one most like it."
-        found = self.past.match(prompt.tokens, prompt.hashes, 1)
-        return found[0].length if found else 0
+    def shared(self, prompt: Prompt) -> tuple:
+        "Tokens shared with the known prompts that are most like it, longest first."
+        found = self.past.match(prompt.tokens, prompt.hashes, 8, 8)
+        return tuple(m.length for m in found[:8])
 
     def set_vector(self, ask: int, vector: list) -> None:
         if ask in self.known:
@@ -5996,6 +6064,13 @@ _OPENING = 8                 # tokens that open a message, about
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
 P_CRASH = 0.01              # chance that an engine is gone before the next turn
 _LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
+_RISK = 0.2                  # that the next ask leaves what was saved for it elsewhere
+_RETURNED = 0.8              # of replies, until it was seen: come back as they went
+_DEFAULT_DECODE_MS = 5.0     # a stop costs a small batch, about a decoded token
+_BEHIND = 4                  # the engine's last checkpoint is so far before the end
+_TRAIL_STEP = 256            # least tokens between places on a trail
+_MOST_TRAIL = 7              # ... and how many places it has at most
+_TRAIL_SHARE = 0.04          # of the time that computing the head takes
 SLICE = 512                  # tokens after which a leader looks who waits for it
 
 
@@ -6026,7 +6101,8 @@ class Plan(NamedTuple):
     erase: bool = False      # the slot's window is incomplete where this ask leaves it
     heads: tuple = ()        # lengths to prefill and save before the ask itself
     turn: int = 0            # save after this many tokens of the prompt
-    brink: int = 0           # stop here to see who else goes on from this context
+    stops: tuple = ()        # lengths to stop at without saving, for a checkpoint there
+                             # and to see who else goes on from this context
     why: str = ""
     cost_ms: float = 0.0     # estimate of prefill and moves
     other_ms: float = 0.0    # ... of the best alternative
@@ -6037,6 +6113,14 @@ class Prices(NamedTuple):
     prefill: float
     save: float
     restore: float
+    stop: float = MOVE_FIXED_MS + _DEFAULT_DECODE_MS     # a prefill cut in two
+    returned: float = _RETURNED          # chance that a reply comes back as it went
+
+    @property
+    def turns(self) -> bool:
+        """Are slots cut back to the end of their turn before they are saved, since
+        replies seldom come back as they went (thoughts left out, other tokens)?"""
+        return self.returned < 0.5
 
     @classmethod
     def of(cls, rates: Rates) -> "Prices":
@@ -6045,7 +6129,9 @@ class Prices(NamedTuple):
         return cls(max(known(rates.prefill_ms, _DEFAULT_PREFILL_MS), _LEAST_PREFILL_MS),
                    known(rates.save_ms, _DEFAULT_MOVE_MS),
                    # restoring takes about as long as saving, mostly less
-                   known(rates.restore_ms, known(rates.save_ms, _DEFAULT_MOVE_MS)))
+                   known(rates.restore_ms, known(rates.save_ms, _DEFAULT_MOVE_MS)),
+                   MOVE_FIXED_MS + known(rates.decode_ms, _DEFAULT_DECODE_MS),
+                   known(rates.returned, _RETURNED))
 
     def saving(self, n: int) -> float:
         return MOVE_FIXED_MS + n * self.save
@@ -6076,8 +6162,8 @@ def usable(ability: Ability, o: Option, n: int) -> int:
     if match <= 0:
         return 0
     size, tail = o.slot.size, o.slot.tail
-    if ability.full_window and incomplete(ability, o.slot, match):
-        return 0
+    if ability.full_window and match < o.slot.restored - 1:
+        return 0                         # computed anew, or wrong (see `incomplete`)
     mark = max((m for m in o.slot.marks if m <= match), default=0)
     if ability.kind == "append-only":
         # All that the slot holds must come again, and one token more.
@@ -6085,7 +6171,8 @@ def usable(ability: Ability, o: Option, n: int) -> int:
     if ability.kind == "window":
         if match < o.slot.restored:      # its cells are not there
             return 0
-        return match if size + tail - match <= ability.slack else mark
+        slack = ability.slack * 5 // 8 if o.slot.rewound else ability.slack
+        return match if size + tail - match <= slack else mark
     return match
 
 
@@ -6149,6 +6236,14 @@ class _Bid(NamedTuple):
     own_ms: float = 0.0      # of `cost_ms`, what this ask itself takes
 
     @property
+    def reach(self) -> int:
+        """Tokens reused if the slot's last reply comes back as it went.  To stop short
+        of them would throw away what cannot be rewound."""
+        o, brought = self.option, self.donor >= 0 or bool(self.snap)
+        goes_on = not brought and o.match == o.slot.size and self.usable
+        return max(self.usable, o.match + o.slot.tail if goes_on else 0)
+
+    @property
     def displaces(self) -> bool:
         "Would it overwrite a prefix of the pool that it does not itself go on from?"
         brought = self.donor >= 0 or bool(self.snap)
@@ -6172,9 +6267,16 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
         back = prices.restoring(o.slot.size) if o.slot.shelved else 0
         lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
         as_it_is = p * (unshelved * prices.prefill + back)
-        saved = prices.saving(o.slot.size + o.slot.tail) + p * back
-        if ability.files and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
-            return saved, True, lost
+        saved = prices.saving(o.slot.size + o.slot.tail) + p * prices.restoring(
+            o.slot.size)
+        cut_back = prices.turns and o.slot.turn
+        risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
+        saved += p * risk * unshelved * prices.prefill
+        saved += prices.stop if cut_back else 0
+        counts = ability.files and (ability.full_window or ability.kind != "window"
+                                    or o.slot.size + o.slot.tail > ability.window)
+        if counts and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
+            return saved, True, 0
         return as_it_is, False, lost
     back = prices.restoring(o.slot.size + o.slot.tail)
     as_it_is = p * (unshelved * prices.prefill + back)
@@ -6194,6 +6296,9 @@ def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
         return _Bid(o, keep, 0, False, 0.0)      # its pictures are there already
     todo = (n - keep) * prices.prefill
     if o.own and not request.raw:
+        if o.match == o.slot.size:       # its reply follows, which may come back
+            todo -= prices.returned * prices.prefill * max(
+                0, min(o.match + o.slot.tail, n - 1) - keep)
         return _Bid(o, keep, 0, False, todo, own_ms=todo)
     p = p_return(o.slot.klass, o.idle_s)
     lost_ms, save, lost = _victim(ability, o, stays, prices)
@@ -6249,12 +6354,12 @@ def _best_idle(bids: list) -> _Bid:
 def decide(request: Request, n: int, options: Sequence[Option], ability: Ability,
            rates: Rates, counters: Counters, waited_ms: float = 0,
            snaps: Sequence[tuple] = (), prompt: Optional[Prompt] = None,
-           branch: int = 0) -> Plan:
+           shared: Sequence[int] = ()) -> Plan:
     """Choose slot and source for an ask of `n` prompt tokens (0: unknown) that has
     waited `waited_ms` already.
 
-    `snaps` are the shelf's matches, `branch` is where this prompt leaves the known one
-    that is most like it.
+    `snaps` are the shelf's matches, `shared` how many tokens this prompt shares with
+    the known ones most like it, longest first.
     Conversations that share a head get slots of their own while any is free or
     worthless: cutting a tail saves the head once and costs that tail every turn.
     """
@@ -6281,7 +6386,7 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
     if leader is not None and waited_ms < _WAIT_MS:
         return Plan("wait", leader.slot.slot, "fork", why=(
             f"ask {leader.slot.busy} computes the same beginning just now"))
-    o, heads = best.option, _heads(ability, request, prompt, best, branch)
+    o, heads = best.option, _heads(ability, request, prompt, best, shared, prices)
     kept = max((usable_snap(ability, s, m, n) for s, m in snaps), default=0)
     turn = _turn_end(ability, request, prompt, best, heads, options, kept, prices)
     source = "none" if not best.usable else "fork" if best.donor >= 0 \
@@ -6290,37 +6395,63 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
                 best.gamble, best.save, best.donor, best.snap,
                 not best.snap and best.donor < 0
                 and incomplete(ability, o.slot, min(o.match, n - 1)),
-                heads, turn, _brink(ability, request, prompt, best, heads),
+                heads, turn, _pauses(ability, request, prompt, best, heads, shared,
+                                     prices),
                 _why(request, n, best, bids), best.own_ms,
                 min((b.own_ms for b in bids if b is not best), default=0.0)
                 if rates.prefill_ms is not None else 0.0)
 
 
 def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
-           best: _Bid, branch: int) -> tuple:
+           best: _Bid, shared: Sequence[int], prices: Prices) -> tuple:
     """Lengths to prefill and save before the ask, where nothing holds them yet.
 
     The stable head in front of the first user message; where snapshots must be
-    extended exactly, also the point at which a second conversation leaves a known one;
-    and, on models that cannot rewind, the document above the last question (no later
-    save could serve it).
+    extended exactly, also the point at which a second conversation leaves a known one,
+    and the lines of a message whose passages come in varying order; and, on models
+    that cannot rewind, the document above the last question (no later save could serve
+    it).
     """
     if not ability.files or prompt is None or request.raw or request.klass == "oneshot":
         return ()
     wanted = [prompt.users[0]] if prompt.users else []
     if wanted and not must_extend(ability):      # the header of the message is shared
         wanted = [min(wanted[0] + _OPENING, len(prompt.tokens) - 1)]
+    bounds = _worthy(prompt, best.reach, prices) if must_extend(ability) else ()
+    branch = shared[0] if shared else 0
     if must_extend(ability) and all(abs(branch - end) > BLOCK // 2 for end in (
-            *wanted, prompt.ahead, *prompt.starts[-1:])):
+            *wanted, *bounds, prompt.ahead, *prompt.starts[-1:])):
         wanted.append(branch)
     if ability.kind == "append-only":
         wanted.append(prompt.ahead)
-    heads, known = [], best.usable
-    for end in sorted(wanted):
-        if end >= _HEAD_MIN and end - known >= BLOCK:
+    if must_extend(ability):
+        wanted += _trail(best.reach, max(wanted, default=0), prices)
+    heads, known = [], best.reach
+    for end in sorted({*wanted, *bounds}):
+        if end >= _HEAD_MIN and end - known >= (BLOCK // 2 if end in bounds else BLOCK):
             heads.append(end)
             known = end
     return tuple(heads)
+
+
+def _trail(known: int, end: int, prices: Prices) -> list:
+    """Places on the way through a long cold head: whatever changes in it later, what
+    stands before the last of them need not be computed again."""
+    cold = end - known
+    n = min(cold // _TRAIL_STEP - 1, _MOST_TRAIL,
+            int(cold * prices.prefill * _TRAIL_SHARE / prices.saving(end)))
+    return [known + cold * i // (n + 1) for i in range(1, n + 1)]
+
+
+def _worthy(prompt: Prompt, known: int, prices: Prices) -> list:
+    """Where the message's lines are worth a snapshot each: one of four asks that left
+    between lines so far is expected to want it again."""
+    again, out = min(4.0, prompt.left / 4), []
+    for end in prompt.bounds:
+        gain = (end - max([known, *out])) * prices.prefill * again
+        if end > known and gain > prices.saving(end):
+            out.append(end)
+    return out
 
 
 def _leader(ability: Ability, request: Request, options: Sequence[Option],
@@ -6340,15 +6471,28 @@ def _leader(ability: Ability, request: Request, options: Sequence[Option],
     return None
 
 
-def _brink(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
-           heads: tuple) -> int:
-    """Just behind the header of the last user message: where sub-agents that start at
-    once leave the context of their parent.  Only where they cannot share a slot."""
-    if not ability.files or not must_extend(ability) or prompt is None or heads \
-            or request.raw or request.klass == "oneshot" or len(prompt.users) < 2:
-        return 0
-    end = prompt.users[-1] + 2
-    return end if best.usable <= end < len(prompt.tokens) and end >= _HEAD_MIN else 0
+def _pauses(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
+           heads: tuple, shared: Sequence[int], prices: Prices) -> tuple:
+    """Where to stop without saving, where slots cannot be shared or rewound.
+
+    Just behind the header of the last user message sub-agents that start at once leave
+    the context of their parent.  Where many known prompts left this one, the engine's
+    checkpoint serves the next that does.
+    """
+    if not must_extend(ability) or prompt is None or request.raw \
+            or request.klass == "oneshot":
+        return ()
+    stops, n = [], len(prompt.tokens)
+    if ability.files and not heads and len(prompt.users) > 1:
+        end = prompt.users[-1] + 2
+        if best.reach <= end < n and end >= _HEAD_MIN:
+            stops.append(end)
+    known = max([best.reach, *(h for h in heads if h <= max(shared, default=0))])
+    gain, at = max((((at - known) * times, at) for times, at in enumerate(shared, 1)
+                    if _HEAD_MIN <= at < n - _BEHIND), default=(0, 0))
+    if not ability.full_window and gain * prices.prefill > prices.stop:
+        stops.append(at + _BEHIND)
+    return tuple(stops)
 
 
 def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
@@ -6364,15 +6508,17 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
     if not ability.files or not must_extend(ability) or prompt is None or request.raw \
             or request.klass == "oneshot" or not prompt.starts:
         return 0
-    end = prompt.starts[-1]
+    end = min(prompt.end, len(prompt.tokens) - 1) or prompt.starts[-1]
     at_risk = (end - max(kept, *heads, 0)) * prices.prefill * P_CRASH
     spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
                 and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
                 for o in options)
     if spare and at_risk < prices.saving(end):
         return 0
-    new = end - max(best.usable, *heads, 0)
-    return end if new >= BLOCK // 4 and end >= _HEAD_MIN else 0
+    new = end - max(best.reach, *heads, 0)
+    worth = _P_RETURN.get(request.klass, 0.8) * (end - max(kept, *heads, 0)) \
+        * prices.prefill > prices.saving(end)
+    return end if new >= BLOCK // 8 and end >= _HEAD_MIN and worth else 0
 
 
 def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
@@ -12280,6 +12426,14 @@ class Engine:
             "content": content, "add_special": add_special,
             "parse_special": True})["tokens"]
 
+    def pieces(self, content: str) -> list:
+        "[(token, the text it stands for)]; no text for a part of a character."
+        told = self.json("POST", "/tokenize", {
+            "content": content, "add_special": False, "parse_special": True,
+            "with_pieces": True})["tokens"]
+        return [(t["id"], t["piece"] if isinstance(t["piece"], str) else "")
+                for t in told]
+
     def detokenize(self, tokens: Tokens) -> str:
         return self.json("POST", "/detokenize", {"tokens": list(tokens)})["content"]
 
@@ -13698,6 +13852,7 @@ class Feed:
 # ============================================================================
 _CHECK_FIRST, _CHECK_EVERY = 4, 64   # shortcuts that are checked
 _MODELS_KNOWN = 16                   # whose habits are kept
+_LONG_MESSAGE = 1 << 16              # characters: the lines of longer ones do not count
 _LEFT_OUT = "the chat template leaves out a system message"
 
 
@@ -13719,6 +13874,7 @@ class Prompter:
     def forget(self) -> None:
         "A new engine: what its tokenizer says is not known."
         self.texts = TextMemory(self.config.memory_mb << 19)
+        self._opening: Optional[Tokens] = None       # of a reply, as history shows it
 
     def _count(self, name: str) -> None:
         with self.lock:
@@ -13847,26 +14003,60 @@ class Prompter:
             tokens = array("I", self.engine.tokenize(value, True))
         return self._prompt(tokens, [], "", ())
 
-    def _ahead(self, text: str, tokens: Tokens, cuts: list) -> int:
+    def _structured(self, prompt: Prompt, text: str, cuts: list) -> Prompt:
+        "The prompt with what snapshots that must be extended exactly need to know."
+        if not must_extend(self.ability()) or not cuts:
+            return prompt
+        with self.lock:
+            left = self.book.passages(prompt)
+        users = [i for i, c in enumerate(cuts) if c.index in prompt.users[-1:]]
+        prompt = prompt._replace(end=cuts[-1].index + common_prefix(
+            prompt.tokens[cuts[-1].index:], self._reply_opening()))
+        if not users or not self.ability().files:
+            return prompt
+        first = cuts[users[0]]
+        end = cuts[users[0] + 1].start if users[0] + 1 < len(cuts) else len(text)
+        message, tokens = text[first.start:end], prompt.tokens[first.index:]
+        return prompt._replace(
+            ahead=first.index + n if (n := self._above(message, tokens)) else 0,
+            bounds=tuple(first.index + n for n in self._lines(message, tokens))
+            if left else (), left=left)
+
+    def _reply_opening(self) -> Tokens:
+        "The tokens that open a reply when it is asked for as well as in a history."
+        if self._opening is None:
+            self._opening, texts, tokens = array("I"), [], []
+            with contextlib.suppress(TokiError):
+                for roles in ("user",), ("user", "assistant", "user"):
+                    messages = [{"role": r, "content": "toki"} for r in roles]
+                    texts.append(self.engine.render(
+                        json.dumps({"messages": messages}).encode()))
+                    tokens.append(array("I", self.engine.tokenize(texts[-1], True)))
+                cuts = find_cuts(texts[0], tokens[0],
+                                 self.engine.learn_controls(texts[0]))
+                if cuts:
+                    self._opening = tokens[0][cuts[-1].index:common_prefix(*tokens)]
+        return self._opening
+
+    def _above(self, message: str, tokens: Tokens) -> int:
         """Tokens up to the last blank line of a long last user message, 0 without one:
         a document with a question under it.  Only where nothing can be rewound."""
-        ability = self.ability()
-        if not ability.files or ability.kind != "append-only":
+        blank = message.rfind("\n\n")
+        if self.ability().kind != "append-only" or blank < 4 * BLOCK:
             return 0
-        users = [i for i, c in enumerate(cuts)
-                 if text[c.end:c.end + 12].lstrip().startswith("user")]
-        if not users:
-            return 0
-        first = users[-1]
-        end = cuts[first + 1].start if first + 1 < len(cuts) else len(text)
-        blank = text.rfind("\n\n", cuts[first].start, end)
-        if blank < cuts[first].start + 4 * BLOCK:
-            return 0
-        start = cuts[first].index
-        above = text[cuts[first].start:blank + 2]
-        part = array("I", self.engine.tokenize(above, False))
+        part = array("I", self.engine.tokenize(message[:blank + 2], False))
         # Tokens may join across the blank line: keep what both have.
-        return start + common_prefix(part, tokens[start:])
+        return common_prefix(part, tokens)
+
+    def _lines(self, message: str, tokens: Tokens) -> tuple:
+        "Tokens in front of each line but the first, of a message that has several."
+        if message.count("\n") < 3 or len(message) > _LONG_MESSAGE:
+            return ()
+        pieces = self.engine.pieces(message)
+        starts = (i + piece.endswith("\n") for i, (_, piece) in enumerate(pieces)
+                  if "\n" in piece)
+        same = common_prefix(array("I", (t for t, _ in pieces)), tokens)
+        return spread(i for i in starts if BLOCK // 2 <= i <= same)
 
     def _prompt(self, tokens: Tokens, cuts: list, text: str,
                 hashes: Sequence[bytes]) -> Prompt:
@@ -13905,8 +14095,7 @@ class Prompter:
                                    self.engine.learn_controls(known.rest))]
         prompt = self._prompt(tokens, cuts, text,
                               known.hashes if known is not None and checked else ())
-        return prompt._replace(ahead=self._ahead(text, tokens, cuts),
-                               text=(seen, cuts))
+        return self._structured(prompt, text, cuts)._replace(text=(seen, cuts))
 
     def remember(self, prompt: Optional[Prompt]) -> None:
         "Keep the text of a prompt; done while the engine computes it."
@@ -14028,7 +14217,8 @@ class Mover:
         plan = lease.plan
         if plan.save and lease.victim is not None:
             slot, tokens = lease.victim
-            self._keep(lease, lease.seat, "context", tokens, slot.size + slot.tail, -1)
+            snap = self.put_away(slot, tokens, -1)
+            lease.saved_bytes += snap.n_bytes if snap else 0
         snap_id = plan.snap
         if plan.donor >= 0:
             snap_id = self._save_donor(lease)
@@ -14050,7 +14240,8 @@ class Mover:
         an ask that waits leaves this prompt: that one needs a snapshot just there.
         """
         plan, exact = lease.plan, must_extend(self.ability())
-        ends = {plan.brink: "", plan.turn: "turn", **dict.fromkeys(plan.heads, "head")}
+        ends = {**dict.fromkeys(plan.stops, ""), plan.turn: "turn",
+                **dict.fromkeys(plan.heads, "head")}
         at, clean = plan.expect, False
         while True:
             if exact:
@@ -14087,7 +14278,7 @@ class Mover:
             cut = common_prefix(p.tokens, lease.prompt.tokens)
             if (cut >= at if clean else cut > at) and cut < len(lease.prompt.tokens):
                 known = max((usable_snap(ability, s, m, len(p.tokens))
-                             for s, m in self.book.snap_matches(p)), default=0)
+                             for s, m in self.book.snap_matches(p, True)), default=0)
                 if cut >= known + BLOCK:
                     cuts.append(cut)
         return min(cuts, default=0)
@@ -14141,6 +14332,25 @@ class Mover:
             self.book.apply(Shelved(snap, tokens, holder))
         shelf.added(snap, tokens)
         return snap
+
+    def put_away(self, slot: Slot, tokens: Tokens, holder: int) -> Optional[Snap]:
+        """Save what an idle slot holds for its conversation's next turn, which may need
+        the slot cut back to the end of this one; None when it was not saved."""
+        with self.lock:
+            turns = Prices.of(self.book.rates).turns
+        if turns and slot.turn > slot.shelved and must_extend(self.ability()):
+            with contextlib.suppress(TokiError):
+                timings = read_timings(self.engine.json("POST", "/completion", {
+                    "prompt": list(tokens[:slot.turn]), "n_predict": 0,
+                    "id_slot": slot.slot, "cache_prompt": True, "temperature": 0},
+                    timeout=600))
+                with self.lock:
+                    if timings is not None:
+                        self.spent(timings.prompt_n + timings.predicted_n)
+                        self.book.apply(Computed(timings.prompt_n))
+                return self.save(slot.slot, "turn", tokens[:slot.turn], slot.turn,
+                                 holder)
+        return self.save(slot.slot, "context", tokens, slot.size + slot.tail, holder)
 
     def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, held: int,
               holder: int) -> int:
@@ -14749,11 +14959,12 @@ class Keeper:
         ability = self.ability()
         options = book.options(request, prompt, now,
                                pool_size(self.config.pool, ability.n_slots))
-        snaps = book.snap_matches(prompt) \
+        exact = must_extend(ability)
+        snaps = book.snap_matches(prompt, exact) \
             if prompt is not None and ability.files else ()
-        branch = book.branch_point(prompt) if snaps else 0
+        shared = book.shared(prompt) if prompt is not None and exact else ()
         plan = decide(request, ticket.n, options, ability, book.rates, book.counters,
-                      (now - ticket.since) * 1000, snaps, prompt, branch)
+                      (now - ticket.since) * 1000, snaps, prompt, shared)
         if plan.action == "wait" and plan.source == "fork" and (
                 ticket.plan is None or ticket.plan.source != "fork"):
             book.counters.head_waits += 1
@@ -14773,7 +14984,7 @@ class Keeper:
         holder, victim = (book.life, seat), book.slots[seat]
         old = (victim, book.trie.tokens(holder)) if holder in book.trie else None
         lead = max((*plan.heads, plan.turn))
-        if pinned_prompt is not None and (plan.brink or lead) and must_extend(ability):
+        if pinned_prompt is not None and (plan.stops or lead) and exact:
             lead = ticket.n              # it stops wherever somebody leaves it
         book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
                               plan.gamble, now, lead))
@@ -14889,9 +15100,11 @@ class Keeper:
                 return False
             prices = Prices.of(self.book.rates)
             quiet = self.edges.clock.now() - self._ended_at
+            ending = p_loss >= 1
             p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
+            least = BLOCK // 4 if ending else 2 * BLOCK
             waiting = [s for s in self.book.slots if not s.busy and not s.opaque
-                       and s.size - s.shelved >= 2 * BLOCK and s.klass != "oneshot"
+                       and s.size - s.shelved >= least and s.klass != "oneshot"
                        and (s.size - s.shelved) * prices.prefill * p_loss
                        > prices.saving(s.size)]
             if not waiting:
@@ -14901,7 +15114,10 @@ class Keeper:
             life = self.book.life
             self.book.slots[s.slot] = s._replace(busy=-1)
         try:
-            self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
+            if ending:                   # nobody goes on in this slot
+                self.mover.put_away(s, tokens, -1)
+            else:
+                self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
         finally:
             with self.lock:
                 if life == self.book.life:
@@ -24190,7 +24406,16 @@ def _sim_prompt(messages: Sequence[dict], seed: bytes) -> Prompt:
                 if len(part) > 4 * BLOCK else 0
         tokens.extend(_sim_ids(m["content"]))
     return Prompt(tokens, block_hashes(tokens, seed), tuple(starts), tuple(users),
-                  ahead)
+                  ahead, end=len(tokens))
+
+
+def _sim_bounds(messages: Sequence[dict], prompt: Prompt) -> tuple:
+    "Where the lines of the last message start."
+    at, starts = prompt.starts[-2] + 1, []
+    for line in messages[-1]["content"].splitlines(keepends=True):
+        starts.append(at)
+        at += len(_sim_ids(line))
+    return spread(starts[1:])
 
 
 class _SimSlot(NamedTuple):
@@ -24286,7 +24511,8 @@ class _Simulation:
         elif plan.erase:
             self.engine.slots[plan.slot] = _SimSlot(array("I"))
             self.book.apply(Emptied(plan.slot))
-        sorts = {plan.brink: "", plan.turn: "turn", **dict.fromkeys(plan.heads, "head")}
+        sorts = {**dict.fromkeys(plan.stops, ""), plan.turn: "turn",
+                 **dict.fromkeys(plan.heads, "head")}
         side, ends = 0, []
         for end in sorted(e for e in sorts if e > plan.expect):
             kept = self.engine.compute(plan.slot, prompt.tokens[:end], (end - 4,),
@@ -24302,12 +24528,13 @@ class _Simulation:
 
     def _plan(self, request: Request, prompt: Prompt) -> Plan:
         book = self.book
-        snaps = book.snap_matches(prompt)
+        exact = must_extend(self.ability)
         plan = decide(
             request, len(prompt.tokens),
             book.options(request, prompt, self.now, pool_size("auto", self.s.slots)),
-            self.ability, book.rates, book.counters, 0, snaps, prompt,
-            book.branch_point(prompt) if snaps else 0)
+            self.ability, book.rates, book.counters, 0,
+            book.snap_matches(prompt, exact), prompt,
+            book.shared(prompt) if exact else ())
         known = book.returning(prompt)
         if known and known.gamble and plan.expect < len(
                 book.past.tokens(known.ask)) - BLOCK:
@@ -24323,6 +24550,9 @@ class _Simulation:
         request = parse_ask("chat", {"messages": turn.messages,
                                      "max_tokens": turn.max_tokens})
         prompt = _sim_prompt(turn.messages, self.book.trie.seed)
+        if must_extend(self.ability):
+            prompt = prompt._replace(left=self.book.passages(prompt),
+                                     bounds=_sim_bounds(turn.messages, prompt))
         n, began = len(prompt.tokens), self.now
         plan = self._plan(request, prompt)
         side, ends = self._carry_out(plan, prompt)
