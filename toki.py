@@ -6566,7 +6566,8 @@ def _why(request: Request, n: int, best: _Bid, bids: list) -> str:
     if best.snap:
         return f"{best.usable} of {n} tokens restored from the shelf"
     if best.usable and o.own:
-        return f"goes on in its slot, which holds {o.match} of {n} tokens"
+        more = " and the last reply" if best.reach > best.usable else ""
+        return f"goes on in its slot, which holds {o.match} of {n} tokens{more}"
     if best.gamble:
         return f"same document, {o.match} of {n} tokens; its last question is given up"
     if best.usable:
