@@ -14405,24 +14405,35 @@ class Mover:
         shelf.added(snap, tokens)
         return snap
 
-    def put_away(self, slot: Slot, tokens: Tokens, holder: int) -> Optional[Snap]:
+    def put_away(self, slot: Slot, tokens: Tokens, holder: int, both: bool = False
+                 ) -> Optional[Snap]:
         """Save what an idle slot holds for its conversation's next turn, which may need
-        the slot cut back to the end of this one; None when it was not saved."""
+        the slot cut back to the end of this one (`both`: so or so, where replies do not
+        always come back); None when it was not saved."""
         with self.lock:
-            turns = Prices.of(self.book.rates).turns
-        if turns and slot.turn > slot.shelved and must_extend(self.ability()):
+            prices = Prices.of(self.book.rates)
+        cuts = slot.turn > slot.shelved and must_extend(self.ability()) and (
+            prices.turns or both and prices.returned < 0.95)
+        whole = None
+        if both or not cuts:
+            whole = self.save(slot.slot, "context", tokens, slot.size + slot.tail,
+                              holder)
+        if cuts:
             with contextlib.suppress(TokiError):
-                timings = read_timings(self.engine.json("POST", "/completion", {
-                    "prompt": list(tokens[:slot.turn]), "n_predict": 0,
-                    "id_slot": slot.slot, "cache_prompt": True, "temperature": 0},
-                    timeout=600))
-                with self.lock:
-                    if timings is not None:
-                        self.spent(timings.prompt_n + timings.predicted_n)
-                        self.book.apply(Computed(timings.prompt_n))
+                self._cut_back(slot.slot, tokens[:slot.turn])
                 return self.save(slot.slot, "turn", tokens[:slot.turn], slot.turn,
-                                 holder)
-        return self.save(slot.slot, "context", tokens, slot.size + slot.tail, holder)
+                                 holder) or whole
+        return whole
+
+    def _cut_back(self, number: int, tokens: Tokens) -> None:
+        "Let a slot hold just these, its first tokens; what that computes is counted."
+        timings = read_timings(self.engine.json("POST", "/completion", {
+            "prompt": list(tokens), "n_predict": 0, "id_slot": number,
+            "cache_prompt": True, "temperature": 0}, timeout=600))
+        if timings is not None:
+            with self.lock:
+                self.spent(timings.prompt_n + timings.predicted_n)
+                self.book.apply(Computed(timings.prompt_n))
 
     def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, held: int,
               holder: int) -> int:
@@ -15185,7 +15196,7 @@ class Keeper:
             self.book.slots[s.slot] = s._replace(busy=-1)
         try:
             if ending:                   # nobody goes on in this slot
-                self.mover.put_away(s, tokens, -1)
+                self.mover.put_away(s, tokens, -1, both=True)
             else:
                 self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
         finally:
