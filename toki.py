@@ -6270,31 +6270,37 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
     held = lost * prices.prefill
     if o.slot.opaque or not lost:
         return p * held, False, 0
-    unshelved = lost if o.slot.shelved < o.slot.size else o.slot.tail
     if not ability.files or must_extend(ability):
-        # A turn snapshot taken in time serves there always; a context snapshot holds
-        # the reply too, and serves when the reply comes back token for token.
-        unshelved = max(0, o.slot.size - max(o.slot.shelved, kept)) + o.slot.tail
-        back = prices.restoring(o.slot.size) if o.slot.shelved else 0
-        lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
-        as_it_is = p * (unshelved * prices.prefill + back)
-        saved = prices.saving(o.slot.size + o.slot.tail) + p * prices.restoring(
-            o.slot.size)
-        cut_back = prices.turns and o.slot.turn
-        risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
-        saved += p * risk * unshelved * prices.prefill
-        saved += prices.stop if cut_back else 0
-        counts = ability.files and (ability.full_window or ability.kind != "window"
-                                    or o.slot.size + o.slot.tail > ability.window)
-        if counts and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
-            return saved, True, 0
-        return as_it_is, False, lost
+        return _exact_victim(ability, o, kept, p, prices)
+    unshelved = lost if o.slot.shelved < o.slot.size else o.slot.tail
     back = prices.restoring(o.slot.size + o.slot.tail)
     as_it_is = p * (unshelved * prices.prefill + back)
     saved = prices.saving(o.slot.size + o.slot.tail) + p * back
     if saved < as_it_is and unshelved > BLOCK // 2:
         return saved, True, 0
     return as_it_is, False, unshelved
+
+
+def _exact_victim(ability: Ability, o: Option, kept: int, p: float,
+                  prices: Prices) -> tuple:
+    """`_victim` where a snapshot must be extended exactly.
+
+    A snapshot of the turn serves always; one of the whole context holds the reply too,
+    and serves when that comes back as it went.  Neither serves who leaves elsewhere.
+    """
+    s = o.slot
+    unshelved = max(0, s.size - max(s.shelved, kept)) + s.tail
+    held, back = unshelved * prices.prefill, prices.restoring(s.size)
+    as_it_is = p * (held + (back if s.shelved else 0))
+    cut_back = prices.turns and s.turn
+    risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
+    saved = prices.saving(s.size + s.tail) + p * (back + risk * held) + (
+        prices.stop if cut_back else 0)
+    counts = ability.files and (ability.full_window or ability.kind != "window"
+                                or s.size + s.tail > ability.window)
+    if counts and s.klass != "oneshot" and saved < as_it_is * 0.8:
+        return saved, True, 0
+    return as_it_is, False, 0 if s.shelved >= s.size - BLOCK else unshelved
 
 
 def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
@@ -6483,7 +6489,7 @@ def _leader(ability: Ability, request: Request, options: Sequence[Option],
 
 
 def _pauses(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
-           heads: tuple, shared: Sequence[int], prices: Prices) -> tuple:
+            heads: tuple, shared: Sequence[int], prices: Prices) -> tuple:
     """Where to stop without saving, where slots cannot be shared or rewound.
 
     Just behind the header of the last user message sub-agents that start at once leave
