@@ -8509,6 +8509,14 @@ class RemedyRoom(Case):
         for junk in (None, 3, [1], {"put": 1, "drop": {"a": 1}}, {"put": [["--a"]]}):
             self.assertEqual(toki.read_remedies(junk), toki.Remedies())
 
+    def test_sizes_that_did_not_fit_may_be_tried_again(self):
+        small = toki.Remedies((("--ctx-size", "2048"), ("--no-repack", "")), (), ("a", "b"))
+        self.assertEqual(small.sized_anew().put, (("--no-repack", ""),))
+        self.assertEqual(toki.Remedies((("--ctx-size", "2048"),), (), ("a",)).sized_anew(),
+                         toki.Remedies())
+        for other in (toki.Remedies(), toki.Remedies((), ("--jinja",), ("a",))):
+            self.assertIs(other.sized_anew(), other)
+
     def test_only_flags_that_help_names(self):
         text = "-c, --ctx-size N\n-m, --model FNAME   use --frob-old instead"
         self.assertEqual(toki.fit_flags(["-c", "1", "--frob", "x", "--model", "m"], text),
@@ -11423,6 +11431,9 @@ class RealInstall(Real):
         shape = toki.effective_shape(toki.REAL, toki.places({}, state),
                                      tiny("llama-dense"))
         self.assertEqual((shape["ctx"], shape["slots"]), (16384, 32))
+        argv, n = self.starts(tiny("llama-dense"), state, "--no-repack", force_ctx=True,
+                              **ask)             # tried again, and learned again
+        self.assertEqual((n, argv[argv.index("--ctx-size") + 1]), (2, str(16384 * 32)))
 
 
 class RealFirstHour(Real):

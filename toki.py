@@ -387,7 +387,7 @@ SETTINGS = (
     Setting("slots", 4, _natural, "conversations that the engine holds at once"),
     Setting("ctx", 0, _natural, "tokens of context a slot; 0: what fits, up to 16384"),
     Setting("force_ctx", False, _switch, "start with `ctx` even where it is believed "
-            "not to fit"),
+            "not to fit, or did not once"),
     Setting("kv_type", "auto", _choice("auto", "f16", "q8_0"),
             "type of the KV that slots hold; auto: f16, q8_0 where f16 does not fit"),
     Setting("memory_gb", 0.0, _seconds, "memory that the engine may use, in GiB; 0: "
@@ -9280,6 +9280,12 @@ class Remedies(NamedTuple):
         return Remedies(tuple((f, v) for f, v in put.items() if f not in more.drop),
                         tuple(dict.fromkeys(self.drop + more.drop)),
                         self.why + ((more.why,) if more.why else ()))
+
+    def sized_anew(self) -> "Remedies":
+        "Without smaller amounts: what did not fit once may fit by now."
+        put = tuple((flag, value) for flag, value in self.put if not value.isdigit())
+        return self if put == self.put else Remedies(
+            put, self.drop, self.why if put or self.drop else ())
 
 
 def read_remedies(value: Any) -> Remedies:
@@ -20244,6 +20250,11 @@ class Daemon:
     def _make_process(self) -> EngineProcess:
         plan, edges, where = self.plan or {}, self.edges, self.where
         facts = model_facts(edges, plan["model"])
+        if self.remedies == Remedies():
+            self.remedies = known = known_remedies(where, edges, plan)
+            if self.config.force_ctx and known.sized_anew() != known:
+                self.remedies = known.sized_anew()
+                self._keep_remedies()
         self.memory_plan = fit = memory_for(self.config, where, edges, plan, facts)
         slots, ctx, swa_full = fit.slots, fit.ctx, fit.swa_full
         for line in (*fit.steps, fit_text(fit)):
@@ -20253,10 +20264,6 @@ class Daemon:
         key = secrets.token_urlsafe(24)
         edges.disk.write(key_file, key.encode() + b"\n")
         self.help_text = engine_help(plan["binary"], edges)
-        if self.remedies == Remedies():
-            known = edges.disk.read_object(where.file(_REMEDIES))
-            self.remedies = read_remedies(known.get(
-                plan["binary"] + " " + plan["model"]))
         flags, dropped = engine_flags(
             self.help_text, facts, model=plan["model"], port=port,
             slots=slots, ctx=ctx, threads=self.config.threads,
@@ -20367,11 +20374,15 @@ class Daemon:
         log.warning("the engine ended while loading (%s); %s; remembered for this "
                     "model in %s", ended, more.why + (
                         f" (for good: {more.hint})" if more.hint else ""), path)
+        self._keep_remedies()
+        return True
+
+    def _keep_remedies(self) -> None:
+        path, plan = self.where.file(_REMEDIES), self.plan or {}
         known = self.edges.disk.read_object(path)
-        known[self.plan["binary"] + " " + self.plan["model"]] = self.remedies._asdict()
+        known[plan["binary"] + " " + plan["model"]] = self.remedies._asdict()
         with contextlib.suppress(OSError):
             self.edges.disk.write_json(path, known)
-        return True
 
     # ---- another model --------------------------------------------------------
     def registered(self, everything: bool = False) -> dict:
@@ -20776,7 +20787,8 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
                                    cwd=where.state)
     record = _await_ready(process, where, edges, say)
     for why in known_remedies(where, edges, plan).why:
-        say(f"engine: {why} (remembered in {where.file('remedies.json')})")
+        say(f"engine: {why} (remembered in {where.file('remedies.json')}; `toki up "
+            "--force-ctx` tries sizes that did not fit again)")
     report = self_check(record, edges)
     for line in report:
         say(line)
