@@ -5436,6 +5436,7 @@ _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
 _PARENTS = 512               # of families that are remembered
 _MOST_BOUNDS = 8             # places within a message that are considered
+_NEAR = 16                   # tokens: places nearer than that are one
 _TRIED = 8                   # asks in which a head shows what its messages are like
 
 
@@ -5513,8 +5514,8 @@ class Hot(NamedTuple):
     size: int                # tokens
     uses: int = 0
     saved: int = 0           # tokens of it that the engine did not compute again
-    places: tuple = ()       # beginnings at which its asks left known prompts within
-    left: int = 0            # their messages, by block hash; and how many did
+    places: tuple = ()       # (length, tokens before) where its asks left known prompts
+    left: int = 0            # within their messages, and how many did
 
 
 class Known(NamedTuple):
@@ -5936,9 +5937,11 @@ class Book:
         end = prompt.users[0]
         hot = self.hot.pop(key, Hot(end))
         if prompt.users[-1] + BLOCK // 2 < place < prompt.starts[-1] - BLOCK:
-            mark = prompt.hashes[place // BLOCK - 1]
-            seen = [m for m in hot.places if m != mark]
-            hot = hot._replace(places=(*seen, mark)[-8:], left=hot.left + 1)
+            # Questions under one text part within a few tokens, behind equal ones.
+            seen = [(at, before) for at, before in hot.places if abs(at - place) > _NEAR
+                    or prompt.tokens[at - BLOCK:at - _NEAR] != before]
+            hot = hot._replace(left=hot.left + 1, places=(*seen, (
+                place, prompt.tokens[place - BLOCK:place - _NEAR]))[-8:])
         self.hot[key] = hot._replace(uses=hot.uses + 1,
                                      saved=hot.saved + min(proven, end))
         if len(self.hot) > _HOT_HEADS:
