@@ -6078,6 +6078,7 @@ _OPENING = 8                 # tokens that open a message, about
 _HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
 P_CRASH = 0.01              # chance that an engine is gone before the next turn
 _LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
+_P_LOST = 0.1                # that a document's slot is needed for something else
 _RISK = 0.2                  # that the next ask leaves what was saved for it elsewhere
 _RETURNED = 0.8              # of replies, until it was seen: come back as they went
 _DEFAULT_DECODE_MS = 5.0     # a stop costs a small batch, about a decoded token
@@ -6258,6 +6259,12 @@ class _Bid(NamedTuple):
         return max(self.usable, o.match + o.slot.tail if goes_on else 0)
 
     @property
+    def rewinds(self) -> bool:
+        "Is a slot cut back to where this ask leaves it?"
+        return bool(self.usable) and self.donor < 0 and not self.snap \
+            and self.option.match < self.option.slot.size
+
+    @property
     def displaces(self) -> bool:
         "Would it overwrite a prefix of the pool that it does not itself go on from?"
         brought = self.donor >= 0 or bool(self.snap)
@@ -6406,8 +6413,9 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
     if leader is not None and waited_ms < _WAIT_MS:
         return Plan("wait", leader.slot.slot, "fork", why=(
             f"ask {leader.slot.busy} computes the same beginning just now"))
-    o, heads = best.option, _heads(ability, request, prompt, best, shared, prices)
+    o = best.option
     kept = max((usable_snap(ability, s, m, n) for s, m in snaps), default=0)
+    heads = _heads(ability, request, prompt, best, shared, kept, prices)
     turn = _turn_end(ability, request, prompt, best, heads, options, kept, prices)
     source = "none" if not best.usable else "fork" if best.donor >= 0 \
         else "shelf" if best.snap else "resident"
@@ -6423,14 +6431,15 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
 
 
 def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
-           best: _Bid, shared: Sequence[int], prices: Prices) -> tuple:
-    """Lengths to prefill and save before the ask, where nothing holds them yet.
+           best: _Bid, shared: Sequence[int], kept: int, prices: Prices) -> tuple:
+    """Lengths to prefill and save before the ask, where nothing holds them yet
+    (snapshots hold `kept` tokens of this prompt).
 
     The stable head in front of the first user message; where snapshots must be
     extended exactly, also the point at which a second conversation leaves a known one,
-    and the lines of a message whose passages come in varying order; and, on models
-    that cannot rewind, the document above the last question (no later save could serve
-    it).
+    and the lines of a message whose passages come in varying order; on models that
+    cannot rewind, the document above the last question (no later save could serve it);
+    on others, what a slot is cut back to, when it stands nowhere else.
     """
     if not ability.files or prompt is None or request.raw or request.klass == "oneshot":
         return ()
@@ -6447,6 +6456,10 @@ def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
     if must_extend(ability):
         wanted += _trail(best.reach, max(wanted, default=0), prices)
     heads, known = [], best.reach
+    if best.rewinds and must_extend(ability) and best.usable >= kept + 2 * BLOCK \
+            and best.usable == best.option.match \
+            and best.usable * prices.prefill * _P_LOST > prices.saving(best.usable):
+        heads.append(best.usable)
     for end in sorted({*wanted, *bounds}):
         if end >= _HEAD_MIN and end - known >= (BLOCK // 2 if end in bounds else BLOCK):
             heads.append(end)
@@ -6526,8 +6539,8 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
     free or worthless the engine's own checkpoints do.
     """
     if not ability.files or not must_extend(ability) or prompt is None or request.raw \
-            or request.klass == "oneshot" or not prompt.starts:
-        return 0
+            or request.klass == "oneshot" or not prompt.starts or best.rewinds:
+        return 0                         # who asks about a document seldom goes on
     end = min(prompt.end, len(prompt.tokens) - 1) or prompt.starts[-1]
     at_risk = (end - max(kept, *heads, 0)) * prices.prefill * P_CRASH
     spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
@@ -14335,12 +14348,13 @@ class Mover:
                 self._let_others_in()
             with self.lock:
                 cut = self._cut_locked(lease, at, clean) if exact else 0
-            stop = min((e for e in (cut, *ends) if e > at or e == cut > 0), default=0)
+            stop = min((e for e in (cut, *ends) if e > at or e and e == cut
+                        or e and e == at and not clean), default=0)
             if not stop:
                 return
             if exact and stop - at > SLICE + BLOCK:
                 stop = at + SLICE
-            if stop > at:
+            if stop > at or not clean:   # the slot may hold more: cut it back
                 self.prefill(lease, stop, tick)
             at, clean = stop, True
             sort = ends.get(stop, "") or ("head" if stop == cut else "")
@@ -24727,7 +24741,7 @@ class _Simulation:
         sorts = {**dict.fromkeys(plan.stops, ""), plan.turn: "turn",
                  **dict.fromkeys(plan.heads, "head")}
         side, ends = 0, []
-        for end in sorted(e for e in sorts if e > plan.expect):
+        for end in sorted(e for e in sorts if e >= max(1, plan.expect)):
             kept = self.engine.compute(plan.slot, prompt.tokens[:end], (end - 4,),
                                        array("I"))
             side += end - kept
