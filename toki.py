@@ -13194,10 +13194,11 @@ class Recall(Journal):
     @staticmethod
     def _trim(db: sqlite3.Connection, table: str) -> None:
         "Drop the oldest beyond the bound."
-        total, = db.execute(f"SELECT total(length(value)) FROM {table}").fetchone()
+        total, = db.execute("SELECT total(length(name) + length(value)) "
+                            f"FROM {table}").fetchone()
         while total > _RECALL_BYTES:
-            seq, size = db.execute(f"SELECT seq, length(value) FROM {table} "
-                                   "ORDER BY seq LIMIT 1").fetchone()
+            seq, size = db.execute("SELECT seq, length(name) + length(value) "
+                                   f"FROM {table} ORDER BY seq LIMIT 1").fetchone()
             db.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
             total -= size
 
