@@ -6324,6 +6324,10 @@ class AgentsRoom(Case):
             self.assertIn("'m1'", caught.exception.message)
         self.made("claude", "-p", "say --model")
 
+    def test_cline_leaves_nothing_running(self):
+        "Its hub would serve the user's next Cline with a provider that is gone."
+        self.assertEqual(self.made("cline").env["CLINE_SESSION_BACKEND_MODE"], "local")
+
     def test_forms_with_a_subcommand(self):
         for name, extra, head in (
                 ("droid", ["exec", "x"], ["droid", "exec", "--settings"]),
