@@ -6324,9 +6324,11 @@ class AgentsRoom(Case):
             self.assertIn("'m1'", caught.exception.message)
         self.made("claude", "-p", "say --model")
 
-    def test_cline_leaves_nothing_running(self):
-        "Its hub would serve the user's next Cline with a provider that is gone."
-        self.assertEqual(self.made("cline").env["CLINE_SESSION_BACKEND_MODE"], "local")
+    def test_cline_and_the_users_next_cline_share_no_hub(self):
+        "The one of a launch would serve the other a provider that is gone."
+        env = self.made("cline").env
+        self.assertEqual((env["CLINE_SESSION_BACKEND_MODE"],
+                          env["CLINE_HUB_DISCOVERY_PATH"]), ("local", "/private/hub.json"))
 
     def test_forms_with_a_subcommand(self):
         for name, extra, head in (

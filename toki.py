@@ -7228,9 +7228,9 @@ def _droid(f: Facts, extra: Sequence[str]) -> Wiring:
 
 
 def _cline(f: Facts, extra: Sequence[str]) -> Wiring:
-    """Cline writes its provider file back, so it gets one of its own; and works in its
-    own process, for the hub it leaves behind would keep that file's place from the
-    user's next Cline, which then waits for ever (seen with 3.0.65)."""
+    """Cline writes its provider file back, so it gets one of its own.  It works in its
+    own process, and the hub that it leaves behind is known to nobody: the user's next
+    Cline would wait for a provider that went with this launch (seen with 3.0.65)."""
     settings = {"provider": "openai-compatible", "model": f.model, "baseUrl": f.v1,
                 "apiKey": f.token, "contextWindow": f.ctx, "maxTokens": f.max_output,
                 "timeout": _LONG_MS}
@@ -7239,6 +7239,7 @@ def _cline(f: Facts, extra: Sequence[str]) -> Wiring:
                               "updatedAt": "2026-01-01T00:00:00.000Z"}}}
     return Wiring(["cline", "-P", "openai-compatible", "-m", f.model, *extra],
                   {"CLINE_PROVIDER_SETTINGS_PATH": f.file("providers.json"),
+                   "CLINE_HUB_DISCOVERY_PATH": f.file("hub.json"),
                    "CLINE_SESSION_BACKEND_MODE": "local"},
                   {"providers.json": _pretty(providers)})
 
