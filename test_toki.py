@@ -6381,6 +6381,12 @@ class AgentsRoom(Case):
             self.assertIn("'m1'", caught.exception.message)
         self.made("claude", "-p", "say --model")
 
+    def test_cline_and_the_users_next_cline_share_no_hub(self):
+        "The one of a launch would serve the other a provider that is gone."
+        env = self.made("cline").env
+        self.assertEqual((env["CLINE_SESSION_BACKEND_MODE"],
+                          env["CLINE_HUB_DISCOVERY_PATH"]), ("local", "/private/hub.json"))
+
     def test_forms_with_a_subcommand(self):
         for name, extra, head in (
                 ("droid", ["exec", "x"], ["droid", "exec", "--settings"]),
@@ -16261,13 +16267,17 @@ class Replay(Case):
                     self.assertEqual(self.repaired_all(later, memory)[0],
                                      [*new, fine, more])
 
-    def repaired_all(self, sent, memory):
+    def repaired_once(self, sent, memory):
         before = json.dumps(sent)
         new, said = toki.repair(sent, memory)
         self.assertEqual(json.dumps(sent), before)
         again, none = toki.repair(new, memory)
         self.assertIs(again, new)
         self.assertEqual(none, [])
+        return new, said
+
+    def repaired_all(self, sent, memory):
+        new, said = self.repaired_once(sent, memory)
         texts = sorted(toki.content_text(m["content"]) for m in sent)
         self.assertEqual(sorted("\n".join(texts).split("\n")), sorted("\n".join(
             toki.content_text(m["content"]) for m in new).split("\n")))
@@ -16321,6 +16331,33 @@ class Replay(Case):
         memory.remember(further, fine)
         self.assertEqual(toki.repair([BEFORE[0], first, reply, st_user("more"), fine,
                                       self.dated(day, "so?")], memory)[1], [])
+
+    def test_whatever_moves_no_word_is_lost_and_the_last_date_stays_the_last(self):
+        days, moved = [f"<n>Date: 2026-12-0{i}.</n>" for i in (1, 2)], 0
+
+        def texts(messages, dates):
+            return [(m["role"], p["text"].strip()) for m in messages
+                    for p in toki._parts_of(m) if (p["text"] in days) in dates]
+        for seed in range(400):
+            rng, memory, history = random.Random(seed), toki.ReplayMemory(), []
+            for _ in range(rng.randint(1, 6)):
+                words = rng.sample("abc", rng.randint(1, 2))
+                if rng.random() < 0.7:
+                    words.insert(rng.randint(0, len(words)), rng.choice(days))
+                history.append(self.dated(*words) if words[1:] else st_user(words[0]))
+                sent = [m if m["role"] != "user" or rng.random() < 0.5 else self.dated(*(
+                    p["text"] for p in toki._parts_of(m) if p["text"] not in days))
+                    for m in history[:-1]] + history[-1:]
+                new, said = self.repaired_once(sent, memory)
+                self.assertEqual(texts(new, (False,)), texts(sent, (False,)), seed)
+                self.assertEqual(sorted(texts(new, (True,))), sorted(texts(sent, (True,))))
+                if "notice place" in said:
+                    moved += 1
+                    self.assertEqual(texts(new, (True,))[-1], texts(sent, (True,))[-1])
+                reply = {"role": "assistant", "content": rng.choice(("x ", "y", "z"))}
+                memory.remember(new, reply)
+                history.append(dict(reply, content=reply["content"].strip()))
+        self.assertGreater(moved, 50)
 
     def test_places_of_notices_are_bounded_and_outlive_a_restart(self):
         memory, first, reply = self.told(self.DAY, "hi")

@@ -7284,7 +7284,9 @@ def _droid(f: Facts, extra: Sequence[str]) -> Wiring:
 
 
 def _cline(f: Facts, extra: Sequence[str]) -> Wiring:
-    "Cline writes its provider file back, so it gets one of its own."
+    """Cline writes its provider file back, so it gets one of its own.  It works in its
+    own process, and the hub that it leaves behind is known to nobody: the user's next
+    Cline would wait for a provider that went with this launch (seen with 3.0.65)."""
     settings = {"provider": "openai-compatible", "model": f.model, "baseUrl": f.v1,
                 "apiKey": f.token, "contextWindow": f.ctx, "maxTokens": f.max_output,
                 "timeout": _LONG_MS}
@@ -7292,7 +7294,9 @@ def _cline(f: Facts, extra: Sequence[str]) -> Wiring:
         "openai-compatible": {"settings": settings, "tokenSource": "manual",
                               "updatedAt": "2026-01-01T00:00:00.000Z"}}}
     return Wiring(["cline", "-P", "openai-compatible", "-m", f.model, *extra],
-                  {"CLINE_PROVIDER_SETTINGS_PATH": f.file("providers.json")},
+                  {"CLINE_PROVIDER_SETTINGS_PATH": f.file("providers.json"),
+                   "CLINE_HUB_DISCOVERY_PATH": f.file("hub.json"),
+                   "CLINE_SESSION_BACKEND_MODE": "local"},
                   {"providers.json": _pretty(providers)})
 
 
@@ -13294,10 +13298,11 @@ class Recall(Journal):
     @staticmethod
     def _trim(db: sqlite3.Connection, table: str) -> None:
         "Drop the oldest beyond the bound."
-        total, = db.execute(f"SELECT total(length(value)) FROM {table}").fetchone()
+        total, = db.execute("SELECT total(length(name) + length(value)) "
+                            f"FROM {table}").fetchone()
         while total > _RECALL_BYTES:
-            seq, size = db.execute(f"SELECT seq, length(value) FROM {table} "
-                                   "ORDER BY seq LIMIT 1").fetchone()
+            seq, size = db.execute("SELECT seq, length(name) + length(value) "
+                                   f"FROM {table} ORDER BY seq LIMIT 1").fetchone()
             db.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
             total -= size
 
