@@ -5436,7 +5436,7 @@ _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
 _PARENTS = 512               # of families that are remembered
 _MOST_BOUNDS = 8             # places within a message that are considered
-_NEAR = 16                   # tokens: places nearer than that are one
+_ONE_PLACE = 16              # tokens: places nearer than that are one
 _TRIED = 8                   # asks in which a head shows what its messages are like
 
 
@@ -5938,10 +5938,11 @@ class Book:
         hot = self.hot.pop(key, Hot(end))
         if prompt.users[-1] + BLOCK // 2 < place < prompt.starts[-1] - BLOCK:
             # Questions under one text part within a few tokens, behind equal ones.
-            seen = [(at, before) for at, before in hot.places if abs(at - place) > _NEAR
-                    or prompt.tokens[at - BLOCK:at - _NEAR] != before]
+            near = _ONE_PLACE
+            seen = [(at, before) for at, before in hot.places if abs(at - place) > near
+                    or prompt.tokens[at - BLOCK:at - near] != before]
             hot = hot._replace(left=hot.left + 1, places=(*seen, (
-                place, prompt.tokens[place - BLOCK:place - _NEAR]))[-8:])
+                place, prompt.tokens[place - BLOCK:place - near]))[-8:])
         self.hot[key] = hot._replace(uses=hot.uses + 1,
                                      saved=hot.saved + min(proven, end))
         if len(self.hot) > _HOT_HEADS:
@@ -6260,9 +6261,10 @@ class _Bid(NamedTuple):
 
     @property
     def rewinds(self) -> bool:
-        "Is a slot cut back to where this ask leaves it?"
+        "Is a slot cut back to the document under which this is another question?"
+        o = self.option
         return bool(self.usable) and self.donor < 0 and not self.snap \
-            and self.option.match < self.option.slot.size
+            and o.match < o.slot.size and (o.own or o.inside)
 
     @property
     def displaces(self) -> bool:
