@@ -17829,6 +17829,14 @@ class ReportRoom(Case):
                 self.assertRegex(part, r"<svg.*?<(rect|path|polyline)")
         self.assertIsNone(re.search(r'="[^"]*\b(?:nan|inf|None)\b', page))
 
+    def test_replies_that_come_back_otherwise_are_said_where_they_cost(self):
+        result = self.result()
+        for efficiency, said in ((.8, True), (.99, False)):
+            figures = result["rows"][0]["arms"]["toki"]
+            figures.update(retold_tokens=1234, efficiency=efficiency)
+            self.assertEqual("1,234 tokens stand in replies" in toki.bench_text(result),
+                             said)
+
     def test_a_run_that_broke_off_is_said(self):
         result = dict(self.result(), broken={"agent_100/0/url": "nothing <answers>"})
         self.assertIn("agent_100, the other front-end: broken off, nothing <answers>",

@@ -10482,6 +10482,7 @@ class Asked(NamedTuple):
     why: str = ""
     error: str = ""
     asked: bool = True       # False: left out of a sample, only tokenized
+    retold: int = 0          # as it came, of a reply that comes back as other tokens
 
     @property
     def new(self) -> Optional[int]:
@@ -10557,6 +10558,7 @@ def weigh(runs: Sequence[Run]) -> dict:
         - len(asks), "refused": len(asks) - len(good), "prompt_tokens": prompt,
         "oracle_tokens": oracle, "computed_tokens": total,
         "generated_tokens": sum(a.generated for a in good),
+        "retold_tokens": sum(a.retold for a in good),
         "efficiency": oracle / max(1, total) if total is not None else None,
         "hit_tokens": 1 - total / max(1, prompt) if total is not None else None,
         "hit_tokens_oracle": 1 - oracle / max(1, prompt),
@@ -10730,6 +10732,10 @@ def _verdict(row: dict) -> str:
                        "nothing reused" + (": toki's own cost" if low > 0 else ""))
     out += [f"{f['refused']} asks were refused ({_ARM_WORDS[arm]})"
             for arm, f in row["arms"].items() if f["refused"]]
+    if toki and (toki.get("efficiency") or 1) < 0.97 and toki.get("retold_tokens"):
+        out.append(f"{fmt_n(toki['retold_tokens'])} tokens stand in replies that come "
+                   "back as other tokens: where nothing can be rewound they are "
+                   "computed again, whoever serves")
     if row.get("sized") is False:
         out.append("at this size the oracle stays below the published hit rate")
     return "; ".join(out)
@@ -24453,12 +24459,13 @@ class _Play:
         again = engine.json("POST", "/tokenize", {
             "content": reply, "parse_special": True, "with_pieces": True})["tokens"]
         same = as_generated([t["piece"] for t in again], pieces)
-        stored = tokens + array("I", [t["id"] for t in again[:min(
-            same, max(0, row.generated - 1))]])
+        held = max(0, row.generated - 1)
+        stored = tokens + array("I", [t["id"] for t in again[:min(same, held)]])
         with self.lock:
             known = self.oracle.known(tokens)
             self.oracle.add(stored)
-            self.rows[place] = row._replace(prompt=len(tokens), known=known)
+            self.rows[place] = row._replace(prompt=len(tokens), known=known,
+                                            retold=same if same < held else 0)
             if row.asked and not row.error:
                 self.replies.setdefault(row.key, reply)
 
