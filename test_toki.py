@@ -4556,6 +4556,7 @@ class ShelfRoom(Case):
                           {"role": "user", "content": say(10 + n, 60)}]
                 self.assertLess(d.keeper.book.rates.returned, 0.5)
                 size = c.chat(h, 12)["cache"]["prompt_tokens"]
+                d.keeper.save_idle(0.5)          # with its reply, while nobody asks
                 d.keeper.save_all()
                 d.close()
                 fake.kill()

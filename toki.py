@@ -5490,6 +5490,7 @@ class Slot(NamedTuple):
     came: int = 0            # what it reuses if the last reply comes back as it went
     rewound: bool = False    # cut since it was filled: its window has gaps
     turn: int = 0            # of `size`, tokens that the next turn is sure to extend
+    turned: int = 0          # ... and those of them that a snapshot ends within
 
 
 class Snap(NamedTuple):
@@ -5780,7 +5781,7 @@ class Book:
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
             e.lead, self._parent(e.request), came,
             bool(kept) and (old.rewound or kept < old.size),
-            min(e.prompt.end, size - 1) if e.prompt else 0)
+            min(e.prompt.end, size - 1) if e.prompt else 0, min(old.turned, kept))
 
     def _parent(self, request: Request) -> str:
         """The conversation that waits while this ask runs: the first agent of its
@@ -5876,7 +5877,9 @@ class Book:
             if s.tail and e.snap.size == s.size + s.tail:    # the file told the rest
                 self.trie.insert(holder, e.tokens)
                 s = s._replace(size=e.snap.size, ready=e.snap.size, tail=0)
-            self.slots[e.slot] = s._replace(shelved=max(s.shelved, e.snap.size))
+            within = e.snap.size if e.snap.size <= s.turn else 0
+            self.slots[e.slot] = s._replace(shelved=max(s.shelved, e.snap.size),
+                                            turned=max(s.turned, within))
 
     def _on_unshelved(self, e: Unshelved) -> None:
         if self.snaps.pop(e.id, None) is not None:
@@ -5891,13 +5894,14 @@ class Book:
     def _on_restored(self, e: Restored) -> None:
         snap, s = self.snaps[e.id], self.slots[e.slot]
         self.snaps[e.id] = snap._replace(uses=snap.uses + 1)
+        kept = min(snap.size, s.ready)
         self.slots[e.slot] = s._replace(restored=snap.held, marks=(), came=0,
-                                        rewound=False, shelved=min(snap.size, s.ready))
+                                        rewound=False, shelved=kept, turned=kept)
 
     def _on_emptied(self, e: Emptied) -> None:
         s = self.slots[e.slot]
         self.slots[e.slot] = s._replace(restored=0, shelved=0, marks=(), ready=0,
-                                        came=0, rewound=False)
+                                        came=0, rewound=False, turned=0)
 
     def _on_computed(self, e: Computed) -> None:
         self.counters.computed_tokens += e.n_tokens
@@ -6133,6 +6137,11 @@ class Prices(NamedTuple):
     returned: float = _RETURNED          # chance that a reply comes back as it went
 
     @property
+    def sure(self) -> bool:
+        "Do replies always come back as they went?"
+        return self.returned >= 0.95
+
+    @property
     def turns(self) -> bool:
         """Are slots cut back to the end of their turn before they are saved, since
         replies seldom come back as they went (thoughts left out, other tokens)?"""
@@ -6301,9 +6310,10 @@ def _exact_victim(ability: Ability, o: Option, kept: int, p: float,
     and serves when that comes back as it went.  Neither serves who leaves elsewhere.
     """
     s = o.slot
-    unshelved = max(0, s.size - max(s.shelved, kept)) + s.tail
+    shelved = s.turned if prices.turns and s.turn else s.shelved
+    unshelved = max(0, s.size - max(shelved, kept)) + s.tail
     held, back = unshelved * prices.prefill, prices.restoring(s.size)
-    as_it_is = p * (held + (back if s.shelved else 0))
+    as_it_is = p * (held + (back if shelved else 0))
     cut_back = prices.turns and s.turn
     risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
     saved = prices.saving(s.size + s.tail) + p * (back + risk * held) + (
@@ -6312,7 +6322,7 @@ def _exact_victim(ability: Ability, o: Option, kept: int, p: float,
                                 or s.size + s.tail > ability.window)
     if counts and s.klass != "oneshot" and saved < as_it_is * 0.8:
         return saved, True, 0
-    return as_it_is, False, 0 if s.shelved >= s.size - BLOCK else unshelved
+    return as_it_is, False, 0 if shelved >= s.size - BLOCK else unshelved
 
 
 def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
@@ -14454,10 +14464,10 @@ class Mover:
         always come back); None when it was not saved."""
         with self.lock:
             prices = Prices.of(self.book.rates)
-        cuts = slot.turn > slot.shelved and must_extend(self.ability()) and (
-            prices.turns or both and prices.returned < 0.95)
+        cuts = slot.turn > slot.turned and must_extend(self.ability()) and (
+            prices.turns or both and not prices.sure)
         whole = None
-        if both or not cuts:
+        if slot.size > slot.shelved and (both or not cuts):
             whole = self.save(slot.slot, "context", tokens, slot.size + slot.tail,
                               holder)
         if cuts:
@@ -15226,13 +15236,16 @@ class Keeper:
             ending = p_loss >= 1
             p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
             least = BLOCK // 4 if ending else 2 * BLOCK
+            turns = ending and must_extend(ability) and not prices.sure
+
+            def unsaved(s: Slot) -> int:
+                return max(s.size - s.shelved, s.turn - s.turned if turns else 0)
             waiting = [s for s in self.book.slots if not s.busy and not s.opaque
-                       and s.size - s.shelved >= least and s.klass != "oneshot"
-                       and (s.size - s.shelved) * prices.prefill * p_loss
-                       > prices.saving(s.size)]
+                       and unsaved(s) >= least and s.klass != "oneshot"
+                       and unsaved(s) * prices.prefill * p_loss > prices.saving(s.size)]
             if not waiting:
                 return False
-            s = max(waiting, key=lambda s: s.size - s.shelved)
+            s = max(waiting, key=unsaved)
             tokens = self.book.trie.tokens((self.book.life, s.slot))
             life = self.book.life
             self.book.slots[s.slot] = s._replace(busy=-1)
@@ -15246,7 +15259,9 @@ class Keeper:
                 if life == self.book.life:
                     now = self.book.slots[s.slot]
                     # Also when it failed: not tried again until it changes.
-                    self.book.slots[s.slot] = now._replace(busy=0, shelved=now.size)
+                    self.book.slots[s.slot] = now._replace(
+                        busy=0, shelved=now.size, turned=now.turn if ending
+                        else now.turned)
                 self._grant_locked()
         return True
 
