@@ -4549,6 +4549,7 @@ class ShelfRoom(Case):
             with self.subTest(kind):
                 state, folder = self.folder(), self.folder()
                 fake, d, c = self.rig(kind, state=state, folder=folder)
+                d.keeper.book.rates.prefill_ms = 0.5      # no save in mid-turn
                 h = [{"role": "user", "content": say(1, 300)}]
                 for n in range(4):
                     c.chat(h, 12)
