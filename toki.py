@@ -6393,12 +6393,12 @@ def _best_idle(bids: list) -> _Bid:
 def decide(request: Request, n: int, options: Sequence[Option], ability: Ability,
            rates: Rates, counters: Counters, waited_ms: float = 0,
            snaps: Sequence[tuple] = (), prompt: Optional[Prompt] = None,
-           shared: Sequence[int] = ()) -> Plan:
+           shared: Sequence[int] = (), crowd: bool = False) -> Plan:
     """Choose slot and source for an ask of `n` prompt tokens (0: unknown) that has
     waited `waited_ms` already.
 
     `snaps` are the shelf's matches, `shared` how many tokens this prompt shares with
-    the known ones most like it, longest first.
+    the known ones most like it, longest first; `crowd`: other asks come just now.
     Conversations that share a head get slots of their own while any is free or
     worthless: cutting a tail saves the head once and costs that tail every turn.
     """
@@ -6436,7 +6436,7 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
                 not best.snap and best.donor < 0
                 and incomplete(ability, o.slot, min(o.match, n - 1)),
                 heads, turn, _pauses(ability, request, prompt, best, heads, shared,
-                                     prices),
+                                     crowd, prices),
                 _why(request, n, best, bids), best.own_ms,
                 min((b.own_ms for b in bids if b is not best), default=0.0)
                 if rates.prefill_ms is not None else 0.0)
@@ -6494,7 +6494,7 @@ def _worthy(prompt: Prompt, known: int, prices: Prices) -> list:
     again, out = min(4.0, prompt.left / 4), []
     for end in prompt.bounds:
         gain = (end - max([known, *out])) * prices.prefill * again
-        if end > known and gain > prices.saving(end):
+        if end > known and gain > prices.saving(end) + prices.stop:
             out.append(end)
     return out
 
@@ -6517,18 +6517,18 @@ def _leader(ability: Ability, request: Request, options: Sequence[Option],
 
 
 def _pauses(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
-            heads: tuple, shared: Sequence[int], prices: Prices) -> tuple:
+            heads: tuple, shared: Sequence[int], crowd: bool, prices: Prices) -> tuple:
     """Where to stop without saving, where slots cannot be shared or rewound.
 
-    Just behind the header of the last user message sub-agents that start at once leave
-    the context of their parent.  Where many known prompts left this one, the engine's
-    checkpoint serves the next that does.
+    In a crowd just behind the header of the last user message: there sub-agents that
+    start at once leave the context of their parent.  Where many known prompts left this
+    one, the engine's checkpoint serves the next that does.
     """
     if not must_extend(ability) or prompt is None or request.raw \
             or request.klass == "oneshot":
         return ()
     stops, n = [], len(prompt.tokens)
-    if ability.files and not heads and len(prompt.users) > 1:
+    if crowd and ability.files and not heads and len(prompt.users) > 1:
         end = prompt.users[-1] + 2
         if best.reach <= end < n and end >= _HEAD_MIN:
             stops.append(end)
@@ -15097,7 +15097,8 @@ class Keeper:
             if prompt is not None and ability.files else ()
         shared = book.shared(prompt) if prompt is not None and exact else ()
         plan = decide(request, ticket.n, options, ability, book.rates, book.counters,
-                      (now - ticket.since) * 1000, snaps, prompt, shared)
+                      (now - ticket.since) * 1000, snaps, prompt, shared,
+                      self.arriving > 0 or len(self.tickets) > 1)
         if plan.action == "wait" and plan.source == "fork" and (
                 ticket.plan is None or ticket.plan.source != "fork"):
             book.counters.head_waits += 1
