@@ -4406,6 +4406,39 @@ class ShelfRoom(Case):
         raw = c.chat(edited, 8, toki={"mode": "raw"})["choices"][0]["message"]["content"]
         self.assertEqual(got, raw)
 
+    def test_an_incomplete_window_that_nobody_knows_of_is_not_attended_to_either(self):
+        """T2 where the book says that a slot is empty: its restored tokens are still in
+        the engine when a client left before its ask was sent, when the engine was
+        believed lost, and behind an ask whose tokens are not known."""
+        base = say(1, 140)
+        begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        h = [*begun, {"role": "user", "content": base}]
+        more = h + [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+        edited = [*begun, {"role": "user", "content": base[:-60] + " edited near the end"}]
+        for how in "left", "lost", "unknown":
+            with self.subTest(how), unittest.mock.patch.object(
+                    toki, "_LEAST_PREFILL_MS", 9.0):
+                fake, d, c = self.rig("window+full", window=128, slots=1)
+                for messages in (h, *([{"role": "user", "content": say(10 + i, 900)}]
+                                      for i in range(2))):
+                    c.chat(messages, 4)
+                self.assertEqual(c.chat(more, 4)["cache"]["source"], "shelf")
+                keeper = d.keeper
+                if how == "left":
+                    keeper.acquire(toki.Request("completions", {}), toki.Prompt(
+                        toki.array("I", range(900)), []), print).abort(False)
+                elif how == "lost":
+                    keeper.lost("it does not answer")
+                    self.until(lambda: keeper.attach() or keeper.state == "ready")
+                else:
+                    prepare, keeper.prompter.prepare = keeper.prompter.prepare, \
+                        lambda request, core: None
+                got = c.chat(edited, 8)["choices"][0]["message"]["content"]
+                if how == "unknown":
+                    keeper.prompter.prepare = prepare
+                raw = c.chat(edited, 8, toki={"mode": "raw"})
+                self.assertEqual(got, raw["choices"][0]["message"]["content"])
+
     def test_window_models_without_full_cache_are_never_restored(self):
         fake, d, c = self.rig("window")
         self.agents(fake, c, 3, 2)
@@ -11338,6 +11371,33 @@ class RealShelf(Real):
             got = c.chat(edited, 8)["choices"][0]["message"]["content"]
             raw = c.chat(edited, 8, toki={"mode": "raw"})
             self.assertEqual(got, raw["choices"][0]["message"]["content"], cut)
+
+    def test_a_restored_window_behind_a_client_that_left_is_erased_first(self):
+        "T2 where the book says empty: the first token is as likely as in a raw ask."
+        server = self.server("gemma3", "--swa-full", slots=1)
+        d = self.shelf_rig(server, swa_full=True)
+        engine, c = toki.Engine(server.url), Client(d)
+        base = engine.tokenize(say(1, 150), True)[:380]
+
+        def first(tokens, **headers):
+            r = c.json("POST", "/v1/completions", {
+                "max_tokens": 1, "temperature": 0, "logprobs": 10, "prompt": tokens},
+                headers=headers)
+            return r["choices"][0]["logprobs"]["top_logprobs"][0], r["cache"]
+        first(base)
+        toki.Desk(d.keeper).run("save", {"ref": "w"})
+        for left in 20, 60, 100:
+            first(engine.tokenize(say(3, 300), True))
+            found = first(base + base[:9])[1]
+            self.assertEqual((found["source"], found["reused_tokens"]), ("shelf", 380))
+            d.keeper.acquire(toki.Request("completions", {}), toki.Prompt(
+                toki.array("I", range(300)), []), print).abort(False)
+            edited = base[:-left] + base[1:20]
+            got, cache = first(edited)
+            raw, _ = first(edited, **{"X-Toki-Mode": "raw"})
+            self.assertGreater(len({*got} & {*raw}), 5)
+            for token in {*got} & {*raw}:
+                self.assertAlmostEqual(got[token], raw[token], delta=0.05, msg=cache)
 
 
 class RealInstall(Real):

@@ -6232,6 +6232,17 @@ def incomplete(ability: Ability, s: Slot, match: int) -> bool:
         s.restored - ability.window < match < s.restored - 1
 
 
+def _unknown(ability: Ability, request: Request, s: Slot, n: int) -> bool:
+    """Might an ask meet a restored state in this slot that nobody knows of?
+
+    One that the book believes empty may still hold it (a client left before its ask was
+    sent, the engine was believed lost, toki was started anew); and where an ask whose
+    tokens are not known leaves it, cannot be told.
+    """
+    return ability.full_window and not request.raw and (
+        not s.size and not s.opaque or not n and bool(s.restored))
+
+
 def usable_snap(ability: Ability, snap: Snap, match: int, n: int) -> int:
     "How many tokens of a snapshot count for an ask that shares `match` of them."
     match = min(match, n - 1)
@@ -6454,7 +6465,8 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
     return Plan("run", o.slot.slot, source, best.usable, o.match, o.slot.size, best.cut,
                 best.gamble, best.save, best.donor, best.snap,
                 not best.snap and best.donor < 0
-                and incomplete(ability, o.slot, min(o.match, n - 1)),
+                and (incomplete(ability, o.slot, min(o.match, n - 1))
+                     or _unknown(ability, request, o.slot, n)),
                 heads, turn, _pauses(ability, request, prompt, best, heads, shared,
                                      crowd, prices),
                 _why(request, n, best, bids), best.own_ms,
@@ -14369,7 +14381,11 @@ class Mover:
 
         Fails open: whatever goes wrong costs computing, never the ask.
         """
-        if lease.slot is None or lease.prompt is None or self.shelf is None:
+        if lease.slot is None or self.shelf is None:
+            return
+        if lease.prompt is None:
+            if lease.plan.erase:
+                self.erase(lease)
             return
         began = self.edges.clock.now()
         try:
