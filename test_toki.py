@@ -2611,6 +2611,74 @@ class Decide(Case):
 
 
 # ============================================================================
+# OTHERS
+# ============================================================================
+class OthersRoom(Case):
+    def told(self, *looks):
+        "What each look says: (tokens counted, at work, ours caused, ours open, now)."
+        others, out = toki.Others(30), []
+        for total, at_work, own, open_now, now in looks:
+            others.caused(own)
+            out.append(others.judge(
+                {"prompt_tokens_total": total, "requests_processing": at_work},
+                open_now, now, 1))
+        return out, others.here
+
+    def test_what_the_counters_say(self):
+        for name, looks, expected in (
+                ("the first look only counts", [(5000, 0, 0, 0, 0)], ([""], False)),
+                ("all of it was ours", [(100, 0, 0, 0, 0), (600, 0, 500, 0, 2)],
+                 (["", ""], False)),
+                ("ours trail a little", [(100, 0, 0, 0, 0), (400, 0, 500, 0, 2)],
+                 (["", ""], False)),
+                ("more than ours", [(100, 0, 0, 0, 0), (700, 0, 500, 0, 2)],
+                 (["", "came"], True)),
+                ("as many as its digits hide", [(10**8, 0, 0, 0, 0),
+                                                (10**8 + 500, 0, 0, 0, 2)],
+                 (["", ""], False)),
+                ("one at work that is not ours", [(100, 2, 0, 1, 0)], (["came"], True)),
+                ("ours at work", [(100, 1, 0, 1, 0)], ([""], False)),
+                ("they stay", [(100, 1, 0, 0, 0), (100, 1, 0, 0, 40)],
+                 (["came", ""], True)),
+                ("not long enough", [(100, 1, 0, 0, 0), (100, 0, 0, 0, 29)],
+                 (["came", ""], True)),
+                ("they leave", [(100, 1, 0, 0, 0), (100, 0, 0, 0, 30)],
+                 (["came", "left"], False)),
+                ("they compute between two looks", [
+                    (100, 1, 0, 0, 0), (200, 0, 0, 0, 20), (200, 0, 0, 0, 40),
+                    (200, 0, 0, 0, 50)], (["came", "", "", "left"], False)),
+                ("not while we are asking", [(100, 1, 0, 0, 0), (100, 1, 0, 1, 40)],
+                 (["came", ""], True)),
+                ("fewer than ever", [(1000, 0, 0, 0, 0), (10, 0, 0, 0, 2),
+                                     (20, 0, 10, 0, 4)],
+                 (["", "restarted", ""], False))):
+            with self.subTest(name):
+                self.assertEqual(self.told(*looks), expected)
+
+    def test_a_cancelled_ask_excuses_one_look(self):
+        others = toki.Others(30)
+
+        def look(total, now):
+            return others.judge({"prompt_tokens_total": total}, 0, now, 1)
+        self.assertEqual(look(100, 0), "")
+        others.unsure()
+        self.assertEqual((look(900, 2), look(1800, 4)), ("", "came"))
+
+    def test_counters_right_after_a_reply_are_not_believed(self):
+        others = toki.Others(30)
+        for total, rest_s, expected in ((100, 1, ""), (900, 0.1, ""), (900, 1, "came")):
+            self.assertEqual(others.judge({"prompt_tokens_total": total}, 0, 0, rest_s),
+                             expected)
+
+    def test_an_engine_that_came_back_has_not_to_repeat_what_was_counted(self):
+        others = toki.Others(30)
+        others.judge({"prompt_tokens_total": 100}, 0, 0, 1)
+        others.caused(10_000)
+        others.forget()                  # gone, started again and probed
+        self.assertEqual(others.judge({"prompt_tokens_total": 50}, 0, 2, 1), "")
+
+
+# ============================================================================
 # GGUF
 # ============================================================================
 def gguf(pairs, tensors=(), version=3, order="<", data=None):
@@ -18945,7 +19013,7 @@ class FieldReports(LaunchCase):
 ROOMS = {
     "HOUSE": (House,), "WORDS": (Words,), "SETTINGS": (Settings,),
     "TOKENS": (TokensRoom,), "TRIE": (Trie,), "PICTURE": (Picture,), "TEXTS": (Texts,),
-    "EMBED": (Embed, Divergence), "WHY": (WhyRoom,),
+    "EMBED": (Embed, Divergence), "WHY": (WhyRoom,), "OTHERS": (OthersRoom,),
     "WIRE": (Wire,), "TURNS": (Turns,),
     "ANTHROPIC": (ToChat,), "MESSAGES": (FromChat, RoundTrip, Seam),
     "RESPONSES": (ResponsesRoom,), "OUTPUTS": (OutputsRoom,),

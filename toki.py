@@ -38,61 +38,62 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     17 BOOK      what we believe the slots hold; changed only by events
     18 DECIDE    which slot, what is destroyed, and why
     19 WHY       why were these tokens computed, though something like them was known?
-    20 AGENTS    how each coding agent is pinned to this model for one launch
-    21 GGUF      what a model file's header says about memory
-    22 FIT       which context, slots and KV type does this memory hold?
-    23 SLOTFILE  a saved slot: its tokens, deltas, a wider window
-    24 ASSETS    which release file fits this machine?
-    25 REMEDY    an engine that will not start: what to change
-    26 UNITS     what service managers want to read
-    27 PICK      which files of a listing make one model, and which to take?
-    28 REGISTRY  the models file: what it may say, where it is wrong
-    29 WORKLOADS what agents ask; the oracle; figures and grades of a bench
-    30 REPORT    a bench as terminal table and as one page with plots
-    31 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    32 MACHINE   where state lives; memory; who runs
-    33 ENGINE    one llama-server: talk, probe, start, watch, stop
-    34 FETCH     files from web servers: redirects, resume, digests
-    35 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    36 RECALL    what was said before, for the asks that come after
-    37 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    38 FEED      what happens in the book, told to whoever listens
-    39 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    40 MOVES     state from slot to shelf and back, under a lease
-    41 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    42 CERTIFY   may restored contexts be trusted here?
-    43 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    44 FLEET     o
-    45 HTTP      framing, limits, deadlines: a server made of http.server
-    46 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
-    47 GATEWAY   routes: bytes in and out, never decides
-    48 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    49 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    50 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    51 PROBE     does this engine run here, and on the device that was asked for?
-    52 MODELS    the models of this machine: registered, imported, checked, removed
-    53 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    54 INSTALL   get an engine and a starter model
-    55 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
-    56 STACK     up, down, status: engine and daemon as one thing
-    57 LAUNCH    start an agent, pinned to the model that runs here
-    58 WIRED     a client's own configuration that points here until it is taken back
-    59 SERVICE   toki as a service of this user: install, remove, status
-    60 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    61 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    62 TOP       what runs, what is held and what each ask cost, live
-    63 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    64 BENCH     toki's own cost, soak, and the everyday situations
-    65 RUNS      workloads played on three arms of one engine build, ask by ask
-    66 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    67 DOCTOR    is everything fit, and if not, what to do
-    68 PAGE      the web page as one readable text
-    69 WEB       a second door to a running daemon, with TLS, for browsers
-    70 COMMANDS  how a subcommand is declared; those of the stack and its clients
-    71 CATALOG   `toki model`: fetch, import, list, check, use and remove
-    72 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
-    73 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
-    74 MAIN      settings, completion, version; the command line read and run
+    20 OTHERS    does somebody else use this engine?
+    21 AGENTS    how each coding agent is pinned to this model for one launch
+    22 GGUF      what a model file's header says about memory
+    23 FIT       which context, slots and KV type does this memory hold?
+    24 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    25 ASSETS    which release file fits this machine?
+    26 REMEDY    an engine that will not start: what to change
+    27 UNITS     what service managers want to read
+    28 PICK      which files of a listing make one model, and which to take?
+    29 REGISTRY  the models file: what it may say, where it is wrong
+    30 WORKLOADS what agents ask; the oracle; figures and grades of a bench
+    31 REPORT    a bench as terminal table and as one page with plots
+    32 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    33 MACHINE   where state lives; memory; who runs
+    34 ENGINE    one llama-server: talk, probe, start, watch, stop
+    35 FETCH     files from web servers: redirects, resume, digests
+    36 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    37 RECALL    what was said before, for the asks that come after
+    38 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    39 FEED      what happens in the book, told to whoever listens
+    40 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    41 MOVES     state from slot to shelf and back, under a lease
+    42 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    43 CERTIFY   may 
+    44 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    45 FLEET     one engine, several models: whose turn is it?
+    46 HTTP      framing, limits, deadlines: a server made of http.server
+    47 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    48 GATEWAY   routes: bytes in and out, never decides
+    49 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    50 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    51 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    52 PROBE     does this engine run here, and on the device that was asked for?
+    53 MODELS    the models of this machine: registered, imported, checked, removed
+    54 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    55 INSTALL   get an engine and a starter model
+    56 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    57 STACK     up, down, status: engine and daemon as one thing
+    58 LAUNCH    start an agent, pinned to the model that runs here
+    59 WIRED     a client's own configuration that points here until it is taken back
+    60 SERVICE   toki as a service of this user: install, remove, status
+    61 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    62 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    63 TOP       what runs, what is held and what each ask cost, live
+    64 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    65 BENCH     toki's own cost, soak, and the everyday situations
+    66 RUNS      workloads played on three arms of one engine build, ask by ask
+    67 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    68 DOCTOR    is everything fit, and if not, what to do
+    69 PAGE      the web page as one readable text
+    70 WEB       a second door to a running daemon, with TLS, for browsers
+    71 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    72 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    73 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    74 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    75 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -6987,7 +6988,73 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 
 # ============================================================================
-# 20. AGENTS - how each coding agent is pinned to this model for one launch.
+# 20. OTHERS - does somebody else use this engine, or was it started anew?
+#    uses: nothing.  offers: Others, requests_in.  pure.
+#
+#    An attached engine's own counters against what toki caused.  They are compared
+#    while nothing of toki's runs, since they trail a reply by a moment; what an ask
+#    that was left half-way has cost is not known, so it makes the next look unsure.
+# ============================================================================
+_TRAIL_S = 0.5               # after a reply its counters are not yet right
+_DIGITS = 2e-5               # the counters are printed with six digits
+
+
+def requests_in(counters: dict) -> float:
+    "Requests that the engine works on or lets wait, by its own counters."
+    return counters.get("requests_processing", 0) + counters.get("requests_deferred", 0)
+
+
+class Others:
+    "What an attached engine's counters say about others; under the keeper's lock."
+
+    def __init__(self, quiet_s: float):
+        self.quiet_s = quiet_s           # so long a silence means that they have left
+        self.here = False
+        self._seen_at = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        "The engine is looked at anew: its counters say nothing yet, nobody was seen."
+        self.here = False
+        self._base: Optional[float] = None   # tokens counted when all was quiet
+        self._own = 0                    # tokens we caused since
+        self._unsure = True              # an aborted ask's share is not known
+
+    def caused(self, n_tokens: int) -> None:
+        "Tokens that the engine computed or generated for us."
+        self._own += n_tokens
+
+    def unsure(self) -> None:
+        "An ask was left half-way: nobody knows what it has cost."
+        self._unsure = True
+
+    def judge(self, counters: dict, open_now: int, now: float, rest_s: float) -> str:
+        """What has changed: restarted | came | left, or nothing, ''.
+
+        `open_now` of toki's asks are open, the last one ended `rest_s` ago; none may
+        have begun or ended since the counters were read.
+        """
+        total = counters.get("prompt_tokens_total", 0) \
+            + counters.get("tokens_predicted_total", 0)
+        if total < (self._base or 0) + self._own / 2:    # they trail a little
+            self._base, self._own, self._unsure = None, 0, True
+            return "restarted"
+        others = requests_in(counters) > open_now
+        if open_now == 0 and rest_s > _TRAIL_S:
+            if self._base is not None and (self.here or not self._unsure):
+                others = others or total - self._base - self._own > _DIGITS * total
+            self._base, self._own, self._unsure = total, 0, False
+        if others:
+            self._seen_at, was_here, self.here = now, self.here, True
+            return "" if was_here else "came"
+        if self.here and open_now == 0 and now - self._seen_at >= self.quiet_s:
+            self.here = False
+            return "left"
+        return ""
+
+
+# ============================================================================
+# 21. AGENTS - how each coding agent is pinned to this model for one launch.
 #    uses: WORDS.  offers: Agent, AGENTS, Facts, Wiring, wiring, FOREIGN,
 #    find_name, shim_script, claude_environment, codex_model_tables.  pure: says
 #    what to run, export and write, and does none of it.
@@ -7484,7 +7551,7 @@ def shim_script(text: str) -> str:
 
 
 # ============================================================================
-# 21. GGUF - what a model file's header says about memory.
+# 22. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, read_sort, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -8093,7 +8160,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 
 
 # ============================================================================
-# 22. FIT - which context, how many slots, which KV type does this memory hold?
+# 23. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
 #    wishes_of, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
@@ -8632,7 +8699,7 @@ def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
 
 
 # ============================================================================
-# 23. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 24. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -8980,7 +9047,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
-# 24. ASSETS - which release file fits this machine, and did it find its device?
+# 25. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
 #    gfx_override, SUPPORT, box_text, real_devices.
@@ -9278,7 +9345,7 @@ def device_lines(text: str, backend: str) -> list:
 
 
 # ============================================================================
-# 25. REMEDY - an engine that will not start: what to change, said in one clause.
+# 26. REMEDY - an engine that will not start: what to change, said in one clause.
 #    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy,
 #    apply_remedies, fit_flags, known_template, template_names, read_remedies.
 # ============================================================================
@@ -9529,7 +9596,7 @@ def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
 
 
 # ============================================================================
-# 26. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
+# 27. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
 #    uses: nothing.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
 #    unit_for.
 # ============================================================================
@@ -9675,7 +9742,7 @@ def _joined(*parts: str, sep: str = "/") -> str:
 
 
 # ============================================================================
-# 27. PICK - which files of a listing make one model, and which one to take?
+# 28. PICK - which files of a listing make one model, and which one to take?
 #    uses: WORDS.  offers: RepoFile, RepoModel, candidates, projectors, quant_of,
 #    choose, near_names, split_of, MODEL_ORDER.
 #
@@ -9886,7 +9953,7 @@ def _needs(c: RepoModel) -> int:
 
 
 # ============================================================================
-# 28. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
+# 29. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
 #    uses: WORDS, PICK.  offers: REGISTRY_SCHEMA, ENTRY_KEYS, Entry, Registry,
 #    parse_registry, edit_registry, key_lines, read_yaml_entries, YAML_HINT,
 #    default_name, check_name.
@@ -10200,7 +10267,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 
 # ============================================================================
-# 29. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
+# 30. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
 #    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
@@ -10638,7 +10705,7 @@ def lost_asks(run: Run, least: int = 2) -> list:
 
 
 # ============================================================================
-# 30. REPORT - a bench as terminal table, as JSON, and as one page with plots.
+# 31. REPORT - a bench as terminal table, as JSON, and as one page with plots.
 #    uses: WORDS, EMBED, WORKLOADS.  offers: bench_result, bench_text, bench_page,
 #    bench_compare, WORKLOAD_WORDS.
 #
@@ -11144,7 +11211,7 @@ def _method(result: dict) -> list:
 
 
 # ============================================================================
-# 31. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 32. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
 #    is_local_url, http_address, reached_host, PosixConsole, WindowsConsole.
 # ============================================================================
@@ -11827,7 +11894,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 32. MACHINE - where state lives; memory; who runs.
+# 33. MACHINE - where state lives; memory; who runs.
 #    uses: FIT, ASSETS, EDGES.  offers: Places, places, detect_memory, find_devices,
 #    meminfo_memory, group_memory, vm_stat_memory, listed_devices, nvidia_devices,
 #    rocm_devices, effective_shape, save_effective, local_token, start_logging,
@@ -12155,7 +12222,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 33. ENGINE - one llama-server: talk, probe, start, watch, stop.
+# 34. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
 #    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
@@ -12675,7 +12742,7 @@ class EngineProcess:
 
 
 # ============================================================================
-# 34. FETCH - files from web servers: redirects, resume, digests, progress.
+# 35. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
 #    TransferProgress, PercentLine, pause_asked.
 #
@@ -12972,7 +13039,7 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
 
 
 # ============================================================================
-# 35. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+# 36. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
 #    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, Journal,
 #    LEDGER_SCHEMA.
 #
@@ -13172,7 +13239,7 @@ class Ledger(Journal):
 
 
 # ============================================================================
-# 36. RECALL - what was said before, for the asks that come after.
+# 37. RECALL - what was said before, for the asks that come after.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, RESPONSES, STEADY, REPLAY, EDGES, LEDGER.
 #    offers: Recall, Transcript, RECALL_SCHEMA.
 #
@@ -13346,7 +13413,7 @@ class Recall(Journal):
 
 
 # ============================================================================
-# 37. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 38. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -13869,7 +13936,7 @@ class Shelf:
 
 
 # ============================================================================
-# 38. FEED - what happens in the book, told to whoever listens.
+# 39. FEED - what happens in the book, told to whoever listens.
 #    uses: BOOK.  offers: Feed, Listener.
 #
 #    The book's events are all that changes what faces show, so they are the feed:
@@ -13959,7 +14026,7 @@ class Feed:
 
 
 # ============================================================================
-# 39. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 40. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -14228,7 +14295,7 @@ class Prompter:
 
 
 # ============================================================================
-# 40. MOVES - state from slot to shelf and back, under a lease.
+# 41. MOVES - state from slot to shelf and back, under a lease.
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
 #    ClientGone, Mover.
 # ============================================================================
@@ -14589,10 +14656,10 @@ class Mover:
 
 
 # ============================================================================
-# 41. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+# 42. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
 #    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
-#    GGUF, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers:
-#    Keeper, cache_report.
+#    GGUF, OTHERS, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.
+#    offers: Keeper, cache_report.
 # ============================================================================
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
@@ -14627,17 +14694,18 @@ class Keeper:
         self.rates_file = rates_file     # what was measured in earlier lives
         self.engine, self.config, self.edges = engine, config, edges
         self.managed, self.ledger, self.embedder = managed, ledger, embedder
-        # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
+        # Guards: book, tickets, texts, counts of open asks, what is known of others.
         self.lock = OwnedLock()
         self.book = Book(b"toki", config.memory_mb << 19)
         self.feed = Feed(edges.clock)
         self.book.heard = self.feed.book_event
+        self.others = Others(config.foreign_quiet)
         self._forest: tuple = ([], [])   # what was held, and its picture
         self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
         self.mover = Mover(
             engine, self.book, self.lock, edges, self.ability,
             lambda: [t.prompt for t in self.tickets if t.prompt is not None],
-            lambda: self.arriving, self._grant_locked, self._caused)
+            lambda: self.arriving, self._grant_locked, self.others.caused)
         self.tickets: list = []
         self.open_by_client: dict = {}
         self.last_grant: dict = {}       # client -> number of its latest grant
@@ -14648,14 +14716,9 @@ class Keeper:
         self.state = "absent"            # absent | loading | ready | sleeping
         self.trouble = ""                # why it is absent, in a sentence
         self.hopeless = False            # it failed again and again: do not wait for it
-        self.foreign = False             # somebody else uses the attached engine
-        self.foreign_seen = 0.0
         self._useless = 0                # restores in a row that did not count
         self.phantom = threading.Event() # a hit failed: look for foreign traffic now
         self.nudge = threading.Event()   # wakes the watching thread
-        self._base: Optional[float] = None   # engine counters when all was quiet
-        self._own = 0                    # tokens we caused since
-        self._unsure = True              # an aborted ask's share is not known
         self._ready_at = 0.0
         self._ended_at = 0.0             # its counters trail a reply by a moment
         self.stopping = threading.Event()
@@ -14671,6 +14734,10 @@ class Keeper:
     @property
     def shelf(self) -> Optional[Shelf]:
         return self.mover.shelf
+
+    @property
+    def foreign(self) -> bool:
+        return self.others.here
 
     # ---- engine life ------------------------------------------------------
     def ability(self) -> Ability:
@@ -14699,8 +14766,7 @@ class Keeper:
         with self.lock:
             self.book.apply(Reborn(info.n_slots))
             self.prompter.forget()
-            self._base, self._unsure = None, True
-            self.foreign = False
+            self.others.forget()
             self.state, self.trouble = "ready", ""
             self._ready_at = self.edges.clock.now()
             self.book.counters.own_tokens += spent
@@ -14824,8 +14890,7 @@ class Keeper:
         info = self.engine.info
         if info is None or not info.metrics:
             return False
-        m = self.engine.metrics()
-        return m.get("requests_processing", 0) + m.get("requests_deferred", 0) > 0
+        return requests_in(self.engine.metrics()) > 0
 
     def lost(self, why: str) -> None:
         "The engine is gone: nothing is in any slot, new asks wait for its return."
@@ -14929,47 +14994,25 @@ class Keeper:
                 return                   # asks came or went meanwhile: look again later
             self._judge_locked(m, open_now)
 
-    def _caused(self, n_tokens: int) -> None:
-        "Tokens that the engine computed or generated for us (the lock is held)."
-        self._own += n_tokens
-
     def open_count(self) -> int:
         return self.opened - self.ended
 
-    def _judge_locked(self, m: dict, open_now: int) -> None:
-        "Compare the engine's counters with what we caused."
+    def _judge_locked(self, counters: dict, open_now: int) -> None:
+        "Do the engine's counters show more than toki caused?"
         assert self.lock.held()
         now = self.edges.clock.now()
-        total = m.get("prompt_tokens_total", 0) + m.get("tokens_predicted_total", 0)
-        others = m.get("requests_processing", 0) \
-            + m.get("requests_deferred", 0) > open_now
-        known = (self._base or 0) + self._own / 2    # the counters trail a little
-        if total < known:
-            log.warning("the engine was restarted by somebody; its slots are empty")
-            self.book.apply(Reborn(len(self.book.slots)))
-            self._base, self._own, self._unsure = None, 0, True
-            self.state = "loading"       # looked at anew, and its shelf
+        found = self.others.judge(counters, open_now, now, now - self._ended_at)
+        if not found:
             return
-        if open_now == 0 and now - self._ended_at > 0.5:
-            # The counters are printed with six digits.
-            slack = 2e-5 * total
-            if self._base is not None and not self._unsure:
-                others = others or total - self._base - self._own > slack
-            elif self.foreign and self._base is not None:
-                others = others or total - self._base > self._own + slack
-            self._base, self._own, self._unsure = total, 0, False
-        if others:
-            self.foreign_seen = now
-            if not self.foreign:
-                self.foreign = True
-                log.warning("somebody else uses this engine: asks go without a slot "
-                            "until it is quiet for %.0f s", self.config.foreign_quiet)
-                self.book.apply(Reborn(len(self.book.slots)))
-                self._grant_locked()
-        elif self.foreign and open_now == 0 and \
-                now - self.foreign_seen >= self.config.foreign_quiet:
-            self.foreign = False
-            self.book.apply(Reborn(len(self.book.slots)))
+        self.book.apply(Reborn(len(self.book.slots)))
+        if found == "restarted":
+            log.warning("the engine was restarted by somebody; its slots are empty")
+            self.state = "loading"       # looked at anew, and its shelf
+        elif found == "came":
+            log.warning("somebody else uses this engine: asks go without a slot "
+                        "until it is quiet for %.0f s", self.others.quiet_s)
+            self._grant_locked()
+        else:
             log.info("the engine is quiet again: asks get their slots")
 
     def _count(self, name: str, by: int = 1) -> None:
@@ -15165,7 +15208,7 @@ class Keeper:
                 book.set_vector(lease.ask, lease.vector)
             if ours and not pinned:
                 self._free_seat_locked(lease)
-            self._own += timings.prompt_n + timings.predicted_n
+            self.others.caused(timings.prompt_n + timings.predicted_n)
             self._judge_restore_locked(lease, timings)
             self._regret_locked(lease, timings)
             if book.counters.phantom_hits > before and not self.managed:
@@ -15292,7 +15335,7 @@ class Keeper:
         t = read_timings(reply)
         if t is not None:
             with self.lock:
-                self._caused(t.prompt_n + t.predicted_n)
+                self.others.caused(t.prompt_n + t.predicted_n)
                 self.book.counters.own_tokens += t.prompt_n
 
     def drop_snap(self, snap_id: int) -> None:
@@ -15345,7 +15388,8 @@ class Keeper:
                 # It said nothing yet: it may hold what it held before, or not.
                 held = None
                 self.book.counters.cancelled_early += 1
-            self._unsure = self._unsure or sent
+            if sent:
+                self.others.unsure()
             if held and lease.prompt is not None:
                 self.book.counters.cancelled_tokens += max(
                     0, min(held, len(lease.prompt.tokens)) - (lease.cached or 0))
@@ -15560,7 +15604,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 42. CERTIFY - may restored contexts be trusted here?
+# 43. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, KEEPER.  offers: certify,
 #    canary, judge_trials, prove_fork, Auditor.
 #
@@ -15833,7 +15877,7 @@ class Auditor:
 
 
 # ============================================================================
-# 43. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 44. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
@@ -16127,7 +16171,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 44. FLEET - one engine, several models: whose turn is it?
+# 45. FLEET - one engine, several models: whose turn is it?
 #    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
@@ -16194,7 +16238,7 @@ class ModelTurns:
 
 
 # ============================================================================
-# 45. HTTP - framing, limits, deadlines: a server made of http.server.
+# 46. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
 #    is_loopback.
 #
@@ -16662,7 +16706,7 @@ def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: 
 
 
 # ============================================================================
-# 46. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+# 47. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
 #    RECALL, MOVES, KEEPER, HTTP.
 #    offers: Relay, send_error, new_id, allowed_silence_s.
@@ -17242,7 +17286,7 @@ class Relay:
 
 
 # ============================================================================
-# 47. GATEWAY - routes: bytes in and out, never decides.
+# 48. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, MESSAGES, RESPONSES, OUTPUTS, STEADY,
 #    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.  offers: Gateway,
 #    ROUTES, Route, page_headers, prometheus.
@@ -17777,7 +17821,7 @@ class Gateway:
 
 
 # ============================================================================
-# 48. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 49. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -17986,7 +18030,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 49. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 50. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -18136,7 +18180,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 50. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 51. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -18364,7 +18408,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 51. PROBE - does this engine run here, and on the device that was asked for?
+# 52. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -18529,7 +18573,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 52. MODELS - the models of this machine: registered, imported, checked, removed.
+# 53. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -19129,7 +19173,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 53. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 54. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -19510,7 +19554,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 54. INSTALL - get an engine and a starter model.
+# 55. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -20171,7 +20215,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 55. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+# 56. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
 #    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
 #    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
 #    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
@@ -20729,7 +20773,7 @@ class Daemon:
 
 
 # ============================================================================
-# 56. STACK - up, down, status: engine and daemon as one thing.
+# 57. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
 #    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
 #    given_flags, model_setup.
@@ -21003,7 +21047,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 57. LAUNCH - start an agent, pinned to the model that runs here.
+# 58. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
@@ -21257,7 +21301,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 58. WIRED - a client's own configuration that points here until it is taken back.
+# 59. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21603,7 +21647,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 59. SERVICE - toki as a service of this user: install, remove, status.
+# 60. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
 #    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -21717,7 +21761,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 60. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 61. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22358,7 +22402,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 61. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 62. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -23000,7 +23044,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 62. TOP - what runs, what is held and what each ask cost, live.
+# 63. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23244,7 +23288,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 63. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 64. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23761,7 +23805,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 64. BENCH - toki's own cost, soak, and the everyday situations.
+# 65. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
 #    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
 #    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
@@ -24291,7 +24335,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 65. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 66. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
@@ -24595,7 +24639,7 @@ class Bench:
 
 
 # ============================================================================
-# 66. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 67. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24879,7 +24923,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 67. DOCTOR - is everything fit, and if not, what to do.
+# 68. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
 #    safe_log, bundle.
 # ============================================================================
@@ -25065,7 +25109,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 68. PAGE - the web page as one readable text.
+# 69. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26808,7 +26852,7 @@ loadModels();
 
 
 # ============================================================================
-# 69. WEB - a second door to a running daemon, with TLS, for browsers.
+# 70. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -26955,7 +26999,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 70. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+# 71. COMMANDS - how a subcommand is declared; those of the stack and its clients.
 #    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
 #    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
@@ -27260,7 +27304,7 @@ def cmd_doctor(c: Context) -> int:
 
 
 # ============================================================================
-# 71. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+# 72. CATALOG - `toki model`: fetch, import, list, check, use and remove.
 #    uses: everything above.  offers: use_by_name, model_install_llama,
 #    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
 # ============================================================================
@@ -27557,7 +27601,7 @@ subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
 
 
 # ============================================================================
-# 72. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+# 73. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
 #    uses: everything above.  offers: cmd_bench, cmd_simulate.
 # ============================================================================
 @subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
@@ -27802,7 +27846,7 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
 
 
 # ============================================================================
-# 73. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+# 74. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
 #    uses: everything above.  offers: bare_toki.
 # ============================================================================
 _URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
@@ -28013,7 +28057,7 @@ def cmd_page(c: Context) -> int:
 
 
 # ============================================================================
-# 74. MAIN - settings, completion, version; the command line read and run.
+# 75. MAIN - settings, completion, version; the command line read and run.
 #    uses: everything above.  offers: main, completion_script.
 # ============================================================================
 @subcommand(JSON_ARG, settings=RUN_SETTINGS)
