@@ -11102,7 +11102,7 @@ class RealShelf(Real):
                     mine = [s for s, n in d.keeper.book.snap_matches(tokens)
                             if n >= len(tokens.tokens) - 1]
                     for extra in mine[1:]:
-                        d.keeper.drop_snap(extra.id)
+                        d.keeper.stock.drop(extra.id)
                 shelf.settle(30)
                 self.assertLessEqual(shelf.used, 2.5 * biggest)
                 for i in range(5):       # push them out of the slots
@@ -11250,7 +11250,7 @@ class RealShelf(Real):
                     worst = max(worst, toki._largest_gap(fresh[0], restored[0]))
             finally:
                 keeper.hand_back(lease, 0)
-                keeper.drop_snap(snap.id)
+                keeper.stock.drop(snap.id)
         self.assertLessEqual(worst, 0.05)
 
     def test_harm_to_the_shelf_costs_computing_only(self):

@@ -57,43 +57,45 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     36 LEDGER    one line for each ask, kept in SQLite, never any prompt text
     37 RECALL    what was said before, for the asks that come after
     38 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    39 FEED      what happens in the book, told to whoever listens
-    40 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    41 MOVES     state from slot to shelf and back, under a lease
-    42 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    43 CERTIFY   may 
-    44 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    45 FLEET     one engine, several models: whose turn is it?
-    46 HTTP      framing, limits, deadlines: a server made of http.server
-    47 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
-    48 GATEWAY   routes: bytes in and out, never decides
-    49 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    50 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    51 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    52 PROBE     does this engine run here, and on the device that was asked for?
-    53 MODELS    the models of this machine: registered, imported, checked, removed
-    54 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    55 INSTALL   get an engine and a starter model
-    56 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
-    57 STACK     up, down, status: engine and daemon as one thing
-    58 LAUNCH    start an agent, pinned to the model that runs here
-    59 WIRED     a client's own configuration that points here until it is taken back
-    60 SERVICE   toki as a service of this user: install, remove, status
-    61 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    62 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    63 TOP       what runs, what is held and what each ask cost, live
-    64 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    65 BENCH     toki's own cost, soak, and the everyday situations
-    66 RUNS      workloads played on three arms of one engine build, ask by ask
-    67 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    68 DOCTOR    is everything fit, and if not, what to do
-    69 PAGE      the web page as one readable text
-    70 WEB       a second door to a running daemon, with TLS, for browsers
-    71 COMMANDS  how a subcommand is declared; those of the stack and its clients
-    72 CATALOG   `toki model`: fetch, import, list, check, use and remove
-    73 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
-    74 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
-    75 MAIN      settings, completion, version; the command line read and run
+    39 IDENTITY  which engine is this, and how fast was it in earlier lives?
+    40 STOCK     which shelf fits this engine, and may what lies on it be used?
+    41 FEED      what happens in the book, told to whoever listens
+    42 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    43 MOVES     state from slot to shelf and back, under a lease
+    44 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    45 CERTIFY   may 
+    46 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    47 FLEET     one engine, several models: whose turn is it?
+    48 HTTP      framing, limits, deadlines: a server made of http.server
+    49 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    50 GATEWAY   routes: bytes in and out, never decides
+    51 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    52 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    53 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    54 PROBE     does this engine run here, and on the device that was asked for?
+    55 MODELS    the models of this machine: registered, imported, checked, removed
+    56 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    57 INSTALL   get an engine and a starter model
+    58 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    59 STACK     up, down, status: engine and daemon as one thing
+    60 LAUNCH    start an agent, pinned to the model that runs here
+    61 WIRED     a client's own configuration that points here until it is taken back
+    62 SERVICE   toki as a service of this user: install, remove, status
+    63 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    64 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    65 TOP       what runs, what is held and what each ask cost, live
+    66 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    67 BENCH     toki's own cost, soak, and the everyday situations
+    68 RUNS      workloads played on three arms of one engine build, ask by ask
+    69 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    70 DOCTOR    is everything fit, and if not, what to do
+    71 PAGE      the web page as one readable text
+    72 WEB       a second door to a running daemon, with TLS, for browsers
+    73 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    74 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    75 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    76 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    77 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -13936,7 +13938,192 @@ class Shelf:
 
 
 # ============================================================================
-# 39. FEED - what happens in the book, told to whoever listens.
+# 39. IDENTITY - which engine is this, and how fast was it in earlier lives?
+#    uses: SETTINGS, EDGES, MACHINE, ENGINE.  offers: Identity, KeptRates.
+# ============================================================================
+_KEPT_RATES = 64             # models, builds and machines
+
+
+class Identity:
+    "What must match before tokens of another engine life may be used."
+
+    def __init__(self, engine: Engine, config: Config, managed: bool, edges: Edges):
+        self.engine, self.config = engine, config
+        self.managed, self.edges = managed, edges
+
+    def parts(self) -> dict:
+        """Model file, build, slots, window shape and flags (a file of another model
+        with equal shapes is accepted by the engine).  What an attached engine does not
+        tell is 'unknown'."""
+        facts, info = self.engine.facts, self.engine.info
+        mark = ""
+        with contextlib.suppress(OSError):
+            with self.edges.disk.open_binary(info.path) as f:
+                mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
+        kv = {} if self.engine.kv_type == "f16" else {"kv": self.engine.kv_type}
+        return {**kv, "model": mark or info.path,
+                "model_size": facts.size if facts else 0,
+                "build": info.build, "slots": info.n_slots,
+                "swa_full": self.engine.swa_full,
+                "flags": self.config.engine_args if self.managed else "unknown"}
+
+    def namespace(self) -> str:
+        "All of them in 12 hex digits."
+        return hashlib.blake2b(json.dumps(self.parts()).encode(),
+                               digest_size=6).hexdigest()
+
+
+class KeptRates:
+    "What was measured in earlier lives: one file, \"\" for none, for many engines."
+
+    def __init__(self, file: str, edges: Edges):
+        self.file, self.edges = file, edges
+
+    def _known(self, namespace: str) -> tuple:
+        "(all rates in the file, the key of this model, build and machine)"
+        return self.edges.disk.read_object(self.file), \
+            f"{namespace} {self.edges.net.host_name()} {cpu_count()}"
+
+    def recall(self, namespace: str) -> Any:
+        "What `keep` was given for this engine on this machine, None when nothing was."
+        known, key = self._known(namespace) if self.file else ({}, "")
+        return known.get(key)
+
+    def keep(self, namespace: str, rates: dict) -> None:
+        "A file that cannot be written costs only the next life's first estimates."
+        if not self.file:
+            return
+        known, key = self._known(namespace)
+        known.pop(key, None)             # the latest stands last
+        known[key] = rates
+        for old in list(known)[:-_KEPT_RATES]:
+            del known[old]
+        with contextlib.suppress(OSError):
+            self.edges.disk.write(self.file, json.dumps(known).encode())
+
+
+# ============================================================================
+# 40. STOCK - which shelf fits this engine, and may what lies on it be used?
+#    uses: WORDS, SETTINGS, TOKENS, BOOK, EDGES, ENGINE, SHELF, IDENTITY.
+#    offers: Stock.
+# ============================================================================
+class Stock:
+    """The shelf in use, None while there is none.
+
+    Shares lock and book with the keeper: what lies on the shelf is in the book.
+    """
+
+    def __init__(self, identity: Identity, config: Config, book: Book, lock: OwnedLock,
+                 edges: Edges, folder: str, index: str):
+        self.identity, self.config, self.edges = identity, config, edges
+        self.book, self.lock = book, lock
+        self.folder, self.index = folder, index
+        self.shelf: Optional[Shelf] = None
+        self._useless = 0                # restores in a row that did not count
+
+    def _told(self, event: Any) -> None:
+        with self.lock:
+            self.book.apply(event)
+
+    def open(self, info: EngineInfo, trusted: Optional[Callable[[bool], bool]]) -> None:
+        """Snapshots of this very model and engine shape, from this and earlier lives.
+
+        `trusted(old)`, where given, says whether the engine still answers with them as
+        it did before; `old`: there are some.
+        """
+        if not info.files or not self.folder or not self.config.shelf:
+            return
+        namespace = self.identity.namespace()
+        if self.shelf is None or self.shelf.namespace != namespace:
+            self._leave()
+            if not self._enter(info, namespace):
+                return
+        if trusted is not None:
+            self._drop_unless(trusted)
+
+    def _enter(self, info: EngineInfo, namespace: str) -> bool:
+        if self.identity.engine.facts is None:
+            log.warning("the model file %r cannot be read here, so its memory kind is "
+                        "not certain: the shelf stays off", info.path)
+            return False
+        shelf = Shelf(self.folder, self.index, namespace,
+                      int(self.config.shelf_gb * (1 << 30)), self.edges, self._told,
+                      int(self.config.shelf_write_gb * (1 << 30)))
+        try:
+            found = shelf.open()
+        except OSError as error:
+            log.warning("the shelf %s cannot be used: %s", self.folder, error)
+            return False
+        self.shelf = shelf
+        with self.lock:
+            for snap, tokens in found:
+                self.book.apply(Shelved(snap, tokens, -1))
+        if found:
+            log.info("%d snapshots on the shelf (%s)", len(found),
+                     fmt_bytes(shelf.used))
+        return True
+
+    def _leave(self) -> None:
+        "Another model, or another build: what was kept belongs to neither."
+        shelf, self.shelf = self.shelf, None
+        if shelf is not None:
+            shelf.close()
+            with self.lock:
+                for snap, _ in self.book.snapshots():
+                    self.book.apply(Unshelved(snap.id))
+
+    def _drop_unless(self, trusted: Callable[[bool], bool]) -> None:
+        """Forget the snapshots of earlier lives when an attached engine answers with
+        one of them otherwise than before: its hidden settings may have changed."""
+        old = [s for s in self.book.snaps.values() if s.label != "toki-canary"]
+        with contextlib.suppress(TokiError):
+            if trusted(bool(old)):
+                return
+        if old:
+            log.warning("the engine answers otherwise with a snapshot of an earlier "
+                        "life: %d snapshots are dropped", len(old))
+        for snap in list(self.book.snaps.values()):
+            self.drop(snap.id)
+        self.shelf.set_canary({})
+
+    def drop(self, snap_id: int) -> None:
+        "One snapshot less, in the book and on the shelf."
+        with self.lock:
+            snap = self.book.snaps.get(snap_id)
+            self.book.apply(Unshelved(snap_id))
+        if snap is not None and self.shelf is not None:
+            self.shelf.remove(snap_id, snap.name)
+
+    def judge_restore_locked(self, expected: int, reused: int) -> None:
+        "A restore that succeeds and is then thrown away, twice: the shelf goes off."
+        assert self.lock.held()
+        if self.shelf is None or expected < BLOCK:
+            return
+        self._useless = self._useless + 1 if reused < expected // 2 else 0
+        if self._useless >= 2 and not self.shelf.trouble:
+            self.shelf.trouble = ("this engine restores slots and then computes them "
+                                  "anew: nothing is saved or restored any more")
+            log.warning("%s", self.shelf.trouble)
+
+    def document(self) -> dict:
+        "The shelf as faces see it."
+        shelf = self.shelf
+        with self.lock:
+            snaps = [s._asdict() for s in self.book.snaps.values()]
+        return {"on": shelf is not None and not shelf.trouble,
+                "trouble": shelf.trouble if shelf else "",
+                "certificate": shelf.certificate if shelf else {},
+                "days": {d: v._asdict() for d, v in sorted(shelf.days.items())}
+                if shelf else {},
+                "namespace": shelf.namespace if shelf else "",
+                "disk": sum(s["disk"] for s in snaps),
+                "folder": self.folder,
+                "bytes": sum(s["n_bytes"] for s in snaps),
+                "budget": int(self.config.shelf_gb * (1 << 30)), "snapshots": snaps}
+
+
+# ============================================================================
+# 41. FEED - what happens in the book, told to whoever listens.
 #    uses: BOOK.  offers: Feed, Listener.
 #
 #    The book's events are all that changes what faces show, so they are the feed:
@@ -14026,7 +14213,7 @@ class Feed:
 
 
 # ============================================================================
-# 40. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 42. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -14295,9 +14482,9 @@ class Prompter:
 
 
 # ============================================================================
-# 41. MOVES - state from slot to shelf and back, under a lease.
-#    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
-#    ClientGone, Mover.
+# 43. MOVES - state from slot to shelf and back, under a lease.
+#    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF, STOCK.
+#    offers: Lease, ClientGone, Mover.
 # ============================================================================
 _LET_IN_S = 0.25
 
@@ -14364,13 +14551,17 @@ class Mover:
     """
 
     def __init__(self, engine: Engine, book: Book, lock: OwnedLock, edges: Edges,
-                 ability: Callable[[], Ability], waiting: Callable[[], list],
-                 arriving: Callable[[], int], grant: Callable[[], None],
-                 spent: Callable[[int], None]):
+                 stock: Stock, ability: Callable[[], Ability],
+                 waiting: Callable[[], list], arriving: Callable[[], int],
+                 grant: Callable[[], None], spent: Callable[[int], None]):
         self.engine, self.book, self.lock, self.edges = engine, book, lock, edges
-        self.ability, self.waiting, self.arriving = ability, waiting, arriving
+        self.stock, self.ability = stock, ability
+        self.waiting, self.arriving = waiting, arriving
         self.grant, self.spent = grant, spent
-        self.shelf: Optional[Shelf] = None
+
+    @property
+    def shelf(self) -> Optional[Shelf]:
+        return self.stock.shelf
 
     def _count(self, name: str) -> None:
         with self.lock:
@@ -14656,9 +14847,9 @@ class Mover:
 
 
 # ============================================================================
-# 42. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
-#    GGUF, OTHERS, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.
+# 44. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+#    uses: WORDS, SETTINGS, TOKENS, PICTURE, EMBED, WIRE, BOOK, DECIDE, WHY, OTHERS,
+#    EDGES, ENGINE, LEDGER, SHELF, IDENTITY, STOCK, FEED, PROMPTS, MOVES.
 #    offers: Keeper, cache_report.
 # ============================================================================
 _WATCH_S = 2.0
@@ -14667,9 +14858,6 @@ _P_LOSS = 0.1                # chance that a slot is lost before its next turn
 _GAP_S = 0.05
 _REST_S = 1.0                # so long a pause may become a long one
 _QUIET_S = 20.0              # before certificates and audits
-_KEPT_RATES = 64             # models, builds and machines
-
-
 
 class _Ticket:
     "One ask waiting for a slot."
@@ -14690,8 +14878,6 @@ class Keeper:
                  managed: bool = False, ledger: Optional[Ledger] = None,
                  embedder: Optional[Engine] = None, shelf_folder: str = "",
                  shelf_index: str = "", rates_file: str = ""):
-        self.shelf_folder, self.shelf_index = shelf_folder, shelf_index
-        self.rates_file = rates_file     # what was measured in earlier lives
         self.engine, self.config, self.edges = engine, config, edges
         self.managed, self.ledger, self.embedder = managed, ledger, embedder
         # Guards: book, tickets, texts, counts of open asks, what is known of others.
@@ -14702,8 +14888,12 @@ class Keeper:
         self.others = Others(config.foreign_quiet)
         self._forest: tuple = ([], [])   # what was held, and its picture
         self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
+        self.identity = Identity(engine, config, managed, edges)
+        self.kept_rates = KeptRates(rates_file, edges)
+        self.stock = Stock(self.identity, config, self.book, self.lock, edges,
+                           shelf_folder, shelf_index)
         self.mover = Mover(
-            engine, self.book, self.lock, edges, self.ability,
+            engine, self.book, self.lock, edges, self.stock, self.ability,
             lambda: [t.prompt for t in self.tickets if t.prompt is not None],
             lambda: self.arriving, self._grant_locked, self.others.caused)
         self.tickets: list = []
@@ -14716,7 +14906,6 @@ class Keeper:
         self.state = "absent"            # absent | loading | ready | sleeping
         self.trouble = ""                # why it is absent, in a sentence
         self.hopeless = False            # it failed again and again: do not wait for it
-        self._useless = 0                # restores in a row that did not count
         self.phantom = threading.Event() # a hit failed: look for foreign traffic now
         self.nudge = threading.Event()   # wakes the watching thread
         self._ready_at = 0.0
@@ -14733,7 +14922,7 @@ class Keeper:
 
     @property
     def shelf(self) -> Optional[Shelf]:
-        return self.mover.shelf
+        return self.stock.shelf
 
     @property
     def foreign(self) -> bool:
@@ -14770,9 +14959,11 @@ class Keeper:
             self.state, self.trouble = "ready", ""
             self._ready_at = self.edges.clock.now()
             self.book.counters.own_tokens += spent
-        self._recall_rates()
+        known = self.kept_rates.recall(self.identity.namespace())
+        with self.lock:
+            self.book.rates.recall(known)
         try:
-            self._open_shelf(info)
+            self.stock.open(info, None if self.managed else self.on_attach)
         except Exception:                # asks are served without it
             log.exception("the shelf could not be opened")
         self.up.set()
@@ -14784,107 +14975,10 @@ class Keeper:
             self._grant_locked()
         return True
 
-    def _rates_known(self) -> tuple:
-        "(all rates in the file, the key of this model, build and machine)"
-        return self.edges.disk.read_object(self.rates_file), \
-            f"{self._namespace()} {self.edges.net.host_name()} {cpu_count()}"
-
-    def _recall_rates(self) -> None:
-        "Begin with what this model, build and machine did before."
-        if self.rates_file:
-            known, key = self._rates_known()
-            with self.lock:
-                self.book.rates.recall(known.get(key))
-
     def keep_rates(self) -> None:
-        "For the next life; a file that cannot be written costs only that."
-        if self.rates_file and self.engine.info and self.book.rates.prefill_ms:
-            known, key = self._rates_known()
-            known.pop(key, None)
-            known[key] = self.book.rates.as_dict()
-            for old in list(known)[:-_KEPT_RATES]:
-                del known[old]
-            with contextlib.suppress(OSError):
-                self.edges.disk.write(self.rates_file, json.dumps(known).encode())
-
-    def _open_shelf(self, info: EngineInfo) -> None:
-        "Snapshots of this very model and engine shape, from this and earlier lives."
-        if not info.files or not self.shelf_folder or not self.config.shelf:
-            return
-        if self.shelf is not None and self.shelf.namespace == self._namespace():
-            self._drop_unless_trusted()
-            return
-        self._leave_shelf()
-        if self.engine.facts is None:
-            log.warning("the model file %r cannot be read here, so its memory kind is "
-                        "not certain: the shelf stays off", info.path)
-            return
-        shelf = Shelf(self.shelf_folder, self.shelf_index, self._namespace(),
-                      int(self.config.shelf_gb * (1 << 30)), self.edges, self._told,
-                      int(self.config.shelf_write_gb * (1 << 30)))
-        try:
-            found = shelf.open()
-        except OSError as error:
-            log.warning("the shelf %s cannot be used: %s", self.shelf_folder, error)
-            return
-        self.mover.shelf = shelf
-        with self.lock:
-            for snap, tokens in found:
-                self.book.apply(Shelved(snap, tokens, -1))
-        self._drop_unless_trusted()
-        if found:
-            log.info("%d snapshots on the shelf (%s)", len(found),
-                     fmt_bytes(shelf.used))
-
-    def _leave_shelf(self) -> None:
-        "Another model, or another build: what was kept belongs to neither."
-        shelf = self.shelf
-        self.mover.shelf = None
-        if shelf is not None:
-            shelf.close()
-            with self.lock:
-                for snap, _ in self.book.snapshots():
-                    self.book.apply(Unshelved(snap.id))
-
-    def _drop_unless_trusted(self) -> None:
-        """Forget the snapshots of earlier lives when an attached engine answers with
-        one of them otherwise than before: its hidden settings may have changed."""
-        if self.managed or self.on_attach is None:
-            return
-        old = [s for s in self.book.snaps.values() if s.label != "toki-canary"]
-        with contextlib.suppress(TokiError):
-            if self.on_attach(bool(old)):
-                return
-        if old:
-            log.warning("the engine answers otherwise with a snapshot of an earlier "
-                        "life: %d snapshots are dropped", len(old))
-        for snap in list(self.book.snaps.values()):
-            self.drop_snap(snap.id)
-        self.shelf.set_canary({})
-
-    def namespace_parts(self) -> dict:
-        """What must match before tokens may: model file, build, slots and window shape
-        (a file of another model with equal shapes is accepted by the engine).  What an
-        attached engine does not tell is 'unknown'."""
-        facts, info = self.engine.facts, self.engine.info
-        mark = ""
-        with contextlib.suppress(OSError):
-            with self.edges.disk.open_binary(info.path) as f:
-                mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
-        kv = {} if self.engine.kv_type == "f16" else {"kv": self.engine.kv_type}
-        return {**kv, "model": mark or info.path,
-                "model_size": facts.size if facts else 0,
-                "build": info.build, "slots": info.n_slots,
-                "swa_full": self.engine.swa_full,
-                "flags": self.config.engine_args if self.managed else "unknown"}
-
-    def _namespace(self) -> str:
-        return hashlib.blake2b(json.dumps(self.namespace_parts()).encode(),
-                               digest_size=6).hexdigest()
-
-    def _told(self, event: Any) -> None:
-        with self.lock:
-            self.book.apply(event)
+        "What was measured, for the next life."
+        if self.engine.info and self.book.rates.prefill_ms:
+            self.kept_rates.keep(self.identity.namespace(), self.book.rates.as_dict())
 
     def _others_at_work(self) -> bool:
         info = self.engine.info
@@ -15209,23 +15303,14 @@ class Keeper:
             if ours and not pinned:
                 self._free_seat_locked(lease)
             self.others.caused(timings.prompt_n + timings.predicted_n)
-            self._judge_restore_locked(lease, timings)
+            if lease.moved:
+                self.stock.judge_restore_locked(lease.plan.expect,
+                                                timings.cache_n - lease.side)
             self._regret_locked(lease, timings)
             if book.counters.phantom_hits > before and not self.managed:
                 self.phantom.set()
                 self.nudge.set()
             self._end_locked(lease)
-
-    def _judge_restore_locked(self, lease: Lease, timings: Timings) -> None:
-        "A restore that succeeds and is then thrown away, twice: the shelf goes off."
-        if not lease.moved or self.shelf is None or lease.plan.expect < BLOCK:
-            return
-        useless = timings.cache_n - lease.side < lease.plan.expect // 2
-        self._useless = self._useless + 1 if useless else 0
-        if self._useless >= 2 and not self.shelf.trouble:
-            self.shelf.trouble = ("this engine restores slots and then computes them "
-                                  "anew: nothing is saved or restored any more")
-            log.warning("%s", self.shelf.trouble)
 
     def _regret_locked(self, lease: Lease, timings: Timings) -> None:
         "Judge the plan by what it took, against the estimate for the next best one."
@@ -15337,13 +15422,6 @@ class Keeper:
             with self.lock:
                 self.others.caused(t.prompt_n + t.predicted_n)
                 self.book.counters.own_tokens += t.prompt_n
-
-    def drop_snap(self, snap_id: int) -> None:
-        with self.lock:
-            snap = self.book.snaps.get(snap_id)
-            self.book.apply(Unshelved(snap_id))
-        if snap is not None and self.shelf is not None:
-            self.shelf.remove(snap_id, snap.name)
 
     def _free_seat_locked(self, lease: Lease) -> None:
         "An unpinned ask sat on a slot's seat only to be counted."
@@ -15491,7 +15569,8 @@ class Keeper:
                 "life": self.book.life, "profile": self.engine.profile,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
-            "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
+            "shelf": dict(self.stock.document(), outputs=dict(self.audited)),
+            "slots": slots, "waiting": waiting,
             "queue_ms_estimate": self.queue_estimate_ms() if waiting else None,
             "open": self.open_count(), "forest": self._picture(held),
             "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
@@ -15510,21 +15589,6 @@ class Keeper:
             forest = prefix_forest(held)
             self._forest = (held, forest)
         return forest
-
-    def _shelf_document(self) -> dict:
-        with self.lock:
-            snaps = [s._asdict() for s in self.book.snaps.values()]
-        return {"on": self.shelf is not None and not self.shelf.trouble,
-                "trouble": self.shelf.trouble if self.shelf else "",
-                "certificate": self.shelf.certificate if self.shelf else {},
-                "outputs": dict(self.audited),
-                "days": {d: v._asdict() for d, v in sorted(self.shelf.days.items())}
-                if self.shelf else {},
-                "namespace": self.shelf.namespace if self.shelf else "",
-                "disk": sum(s["disk"] for s in snaps),
-                "folder": self.shelf_folder,
-                "bytes": sum(s["n_bytes"] for s in snaps),
-                "budget": int(self.config.shelf_gb * (1 << 30)), "snapshots": snaps}
 
     def record(self, row: dict, prompt: Optional[Prompt]) -> None:
         "One finished ask, for ledger and faces."
@@ -15604,7 +15668,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 # ============================================================================
-# 43. CERTIFY - may restored contexts be trusted here?
+# 45. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, KEEPER.  offers: certify,
 #    canary, judge_trials, prove_fork, Auditor.
 #
@@ -15694,7 +15758,7 @@ def _trial(keeper: Keeper, lease: Lease, tokens: Tokens) -> Trial:
         keeper.shelf.use(snap.id)
         if keeper.mover.restore(lease, snap.id):
             restored, restored_text, kept = _generate(keeper, lease, tokens, True)
-        keeper.drop_snap(snap.id)
+        keeper.stock.drop(snap.id)
     texts = (reused_text, restored_text, control_text)
     return Trial(*(round(_largest_gap(fresh, run), 4)
                    for run in (reused, restored, control)), kept,
@@ -15760,7 +15824,7 @@ def prove_fork(keeper: Keeper) -> dict:
                                  label="toki-check")
         if snap is None:
             raise TokiError("the snapshot was not saved", "see `toki logs`")
-        held.callback(keeper.drop_snap, snap.id)
+        held.callback(keeper.stock.drop, snap.id)
         if info.n_slots > 1:
             target = keeper.borrow(tokens)
             held.callback(keeper.hand_back, target, 0)
@@ -15877,7 +15941,7 @@ class Auditor:
 
 
 # ============================================================================
-# 44. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 46. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
@@ -16005,7 +16069,7 @@ class Desk:
         else:
             snaps = self._named(ref)
         for snap in snaps:
-            self.keeper.drop_snap(snap.id)
+            self.keeper.stock.drop(snap.id)
         self.keeper.shelf.settle()
         return {"dropped": len(snaps), "bytes": sum(s.disk for s in snaps)}
 
@@ -16058,7 +16122,7 @@ class Desk:
                 shelf.done(snap.id)
             if wrong:
                 bad[snap.name] = wrong
-                keeper.drop_snap(snap.id)
+                keeper.stock.drop(snap.id)
         return {"files": len(snaps), "dropped": bad, "certificate": certify(keeper)}
 
     # ---- archives -----------------------------------------------------------------
@@ -16091,7 +16155,7 @@ class Desk:
                     shelf.done(snap.id)
             manifest = json.dumps({"schema": 1, "toki": __version__,
                                    "made": time_text(self.edges.clock.wall()),
-                                   "fits": keeper.namespace_parts(),
+                                   "fits": keeper.identity.parts(),
                                    "snapshots": entries}, indent=1).encode()
             info = tarfile.TarInfo(_MANIFEST)
             info.size = len(manifest)
@@ -16120,7 +16184,7 @@ class Desk:
         manifest = json.loads(tar.extractfile(member).read())
         if manifest.get("schema") != 1:
             raise ValueError(f"schema {manifest.get('schema')!r}, 1 expected")
-        ours = self.keeper.namespace_parts()
+        ours = self.keeper.identity.parts()
         for name, value in ours.items():
             if manifest["fits"].get(name) != value:
                 raise BadAsk(f"the archive does not fit: {name} is "
@@ -16171,7 +16235,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 45. FLEET - one engine, several models: whose turn is it?
+# 47. FLEET - one engine, several models: whose turn is it?
 #    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
@@ -16238,7 +16302,7 @@ class ModelTurns:
 
 
 # ============================================================================
-# 46. HTTP - framing, limits, deadlines: a server made of http.server.
+# 48. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
 #    is_loopback.
 #
@@ -16706,7 +16770,7 @@ def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: 
 
 
 # ============================================================================
-# 47. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+# 49. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
 #    RECALL, MOVES, KEEPER, HTTP.
 #    offers: Relay, send_error, new_id, allowed_silence_s.
@@ -17286,7 +17350,7 @@ class Relay:
 
 
 # ============================================================================
-# 48. GATEWAY - routes: bytes in and out, never decides.
+# 50. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, MESSAGES, RESPONSES, OUTPUTS, STEADY,
 #    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.  offers: Gateway,
 #    ROUTES, Route, page_headers, prometheus.
@@ -17821,7 +17885,7 @@ class Gateway:
 
 
 # ============================================================================
-# 49. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 51. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -18030,7 +18094,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 50. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 52. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -18180,7 +18244,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 51. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 53. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -18408,7 +18472,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 52. PROBE - does this engine run here, and on the device that was asked for?
+# 54. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -18573,7 +18637,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 53. MODELS - the models of this machine: registered, imported, checked, removed.
+# 55. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -19173,7 +19237,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 54. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 56. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -19554,7 +19618,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 55. INSTALL - get an engine and a starter model.
+# 57. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -20215,7 +20279,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 56. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+# 58. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
 #    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
 #    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
 #    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
@@ -20773,7 +20837,7 @@ class Daemon:
 
 
 # ============================================================================
-# 57. STACK - up, down, status: engine and daemon as one thing.
+# 59. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
 #    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
 #    given_flags, model_setup.
@@ -21047,7 +21111,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 58. LAUNCH - start an agent, pinned to the model that runs here.
+# 60. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
@@ -21301,7 +21365,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 59. WIRED - a client's own configuration that points here until it is taken back.
+# 61. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21647,7 +21711,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 60. SERVICE - toki as a service of this user: install, remove, status.
+# 62. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
 #    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -21761,7 +21825,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 61. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 63. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22402,7 +22466,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 62. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 64. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -23044,7 +23108,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 63. TOP - what runs, what is held and what each ask cost, live.
+# 65. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23288,7 +23352,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 64. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 66. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23805,7 +23869,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 65. BENCH - toki's own cost, soak, and the everyday situations.
+# 67. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
 #    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
 #    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
@@ -24335,7 +24399,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 66. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 68. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
@@ -24639,7 +24703,7 @@ class Bench:
 
 
 # ============================================================================
-# 67. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 69. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24923,7 +24987,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 68. DOCTOR - is everything fit, and if not, what to do.
+# 70. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
 #    safe_log, bundle.
 # ============================================================================
@@ -25109,7 +25173,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 69. PAGE - the web page as one readable text.
+# 71. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26852,7 +26916,7 @@ loadModels();
 
 
 # ============================================================================
-# 70. WEB - a second door to a running daemon, with TLS, for browsers.
+# 72. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -26999,7 +27063,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 71. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+# 73. COMMANDS - how a subcommand is declared; those of the stack and its clients.
 #    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
 #    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
@@ -27304,7 +27368,7 @@ def cmd_doctor(c: Context) -> int:
 
 
 # ============================================================================
-# 72. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+# 74. CATALOG - `toki model`: fetch, import, list, check, use and remove.
 #    uses: everything above.  offers: use_by_name, model_install_llama,
 #    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
 # ============================================================================
@@ -27601,7 +27665,7 @@ subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
 
 
 # ============================================================================
-# 73. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+# 75. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
 #    uses: everything above.  offers: cmd_bench, cmd_simulate.
 # ============================================================================
 @subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
@@ -27846,7 +27910,7 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
 
 
 # ============================================================================
-# 74. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+# 76. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
 #    uses: everything above.  offers: bare_toki.
 # ============================================================================
 _URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
@@ -28057,7 +28121,7 @@ def cmd_page(c: Context) -> int:
 
 
 # ============================================================================
-# 75. MAIN - settings, completion, version; the command line read and run.
+# 77. MAIN - settings, completion, version; the command line read and run.
 #    uses: everything above.  offers: main, completion_script.
 # ============================================================================
 @subcommand(JSON_ARG, settings=RUN_SETTINGS)
