@@ -13016,7 +13016,7 @@ class WhyRoom(Case):
         fake.revive()
         self.until(lambda: d.keeper.state == "ready")
         again = self.ask(c, lost)
-        asks = d.keeper.ledger.history(d.keeper.run, again)
+        asks = d.keeper.ledger.history(d.keeper.accounts.run, again)
         kinds = [(toki.diagnose(a, asks, d.engine.detokenize), toki.diagnose(
             a, asks, None)) for a in asks]
         for full, blind in kinds:        # what is said is never taken back

@@ -62,40 +62,41 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     41 FEED      what happens in the book, told to whoever listens
     42 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
     43 MOVES     state from slot to shelf and back, under a lease
-    44 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    45 CERTIFY   may 
-    46 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    47 FLEET     one engine, several models: whose turn is it?
-    48 HTTP      framing, limits, deadlines: a server made of http.server
-    49 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
-    50 GATEWAY   routes: bytes in and out, never decides
-    51 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    52 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    53 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    54 PROBE     does this engine run here, and on the device that was asked for?
-    55 MODELS    the models of this machine: registered, imported, checked, removed
-    56 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    57 INSTALL   get an engine and a starter model
-    58 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
-    59 STACK     up, down, status: engine and daemon as one thing
-    60 LAUNCH    start an agent, pinned to the model that runs here
-    61 WIRED     a client's own configuration that points here until it is taken back
-    62 SERVICE   toki as a service of this user: install, remove, status
-    63 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    64 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    65 TOP       what runs, what is held and what each ask cost, live
-    66 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    67 BENCH     toki's own cost, soak, and the everyday situations
-    68 RUNS      workloads played on three arms of one engine build, ask by ask
-    69 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    70 DOCTOR    is everything fit, and if not, what to do
-    71 PAGE      the web page as one readable text
-    72 WEB       a second door to a running daemon, with TLS, for browsers
-    73 COMMANDS  how a subcommand is declared; those of the stack and its clients
-    74 CATALOG   `toki model`: fetch, import, list, check, use and remove
-    75 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
-    76 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
-    77 MAIN      settings, completion, version; the command line read and run
+    44 ACCOUNT   what is told of an ask: what it was like, what it cost, and why
+    45 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    46 CERTIFY   may restored contexts be trusted here?
+    47 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    48 FLEET     one engine, several models: whose turn is it?
+    49 HTTP      framing, limits, deadlines: a server made of http.server
+    50 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    51 GATEWAY   routes: bytes in and out, never decides
+    52 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    53 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    54 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    55 PROBE     does this engine run here, and on the device that was asked for?
+    56 MODELS    the models of this machine: registered, imported, checked, removed
+    57 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    58 INSTALL   get an engine and a starter model
+    59 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    60 STACK     up, down, status: engine and daemon as one thing
+    61 LAUNCH    start an agent, pinned to the model that runs here
+    62 WIRED     a client's own configuration that points here until it is taken back
+    63 SERVICE   toki as a service of this user: install, remove, status
+    64 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    65 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    66 TOP       what runs, what is held and what each ask cost, live
+    67 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    68 BENCH     toki's own cost, soak, and the everyday situations
+    69 RUNS      workloads played on three arms of one engine build, ask by ask
+    70 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    71 DOCTOR    is everything fit, and if not, what to do
+    72 PAGE      the web page as one readable text
+    73 WEB       a second door to a running daemon, with TLS, for browsers
+    74 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    75 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    76 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    77 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    78 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -690,7 +691,7 @@ class PrefixTrie:
 
 # ============================================================================
 # 5. PICTURE - what slots and shelf hold, shared beginnings drawn once.
-#    uses: TOKENS.  offers: Held, prefix_forest.  pure.
+#    uses: TOKENS.  offers: Held, Forest, prefix_forest.  pure.
 #
 #        0..958 {snap 3} -- 958..1204 {slot 0}
 #                        \- 958..1377 {slot 1, snap 7}
@@ -738,6 +739,23 @@ def _cut_run(run: dict, at: int) -> None:
     tail = {"from": at, "tokens": run["from"] + run["tokens"] - at,
             "holders": run["holders"], "children": run["children"]}
     run.update(tokens=at - run["from"], holders=[], children=[tail])
+
+
+class Forest:
+    "The latest picture; drawn anew only when somebody holds something else."
+
+    def __init__(self) -> None:
+        self._latest: tuple = ([], [])   # what was held, and its picture
+
+    def draw(self, held: Sequence[Held]) -> list:
+        "`prefix_forest` of these; who holds the same array holds the same tokens."
+        old, forest = self._latest
+        if len(old) != len(held) or any(
+                a.name != b.name or a.tokens is not b.tokens
+                for a, b in zip(old, held)):
+            forest = prefix_forest(held)
+            self._latest = (held, forest)
+        return forest
 
 
 # ============================================================================
@@ -14847,10 +14865,141 @@ class Mover:
 
 
 # ============================================================================
-# 44. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, PICTURE, EMBED, WIRE, BOOK, DECIDE, WHY, OTHERS,
-#    EDGES, ENGINE, LEDGER, SHELF, IDENTITY, STOCK, FEED, PROMPTS, MOVES.
-#    offers: Keeper, cache_report.
+# 44. ACCOUNT - what is told of an ask: what it was like, what it cost, and why.
+#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, WHY, EDGES, ENGINE, LEDGER, FEED, MOVES.
+#    offers: Accounts, cache_report, engine_vector.
+# ============================================================================
+_RECENT = 200                # rows for the faces
+
+
+def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
+                 prefill_ms: Optional[float], why: str) -> dict:
+    """The `cache` object of a reply.
+
+    `from_engine` lists the engine's own figures; the rest is what toki decided, and
+    `saved_ms_estimate` (~) is reused tokens x this engine's measured prefill time.
+    """
+    plan, proven = lease.plan, timings.cache_n - lease.side
+    source = (lease.moved or "resident") if proven > 0 else "none"
+    saved = None if prefill_ms is None else round(proven * prefill_ms, 1)
+    return {
+        "kind": verdict(max(0, proven)), "source": source,
+        "slot": lease.slot, "mode": "raw" if lease.request.raw else "cached",
+        "key_match": plan.match >= BLOCK,
+        "prompt_tokens": timings.cache_n + timings.prompt_n, "reused_tokens": proven,
+        "expected_tokens": plan.expect,
+        "computed_tokens": timings.prompt_n + lease.side,
+        "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
+        "saved_ms_estimate": saved, "why": why, "ask": lease.ask,
+        "steadied": list(lease.request.steadied),
+        "from_engine": ["prompt_tokens", "reused_tokens", "computed_tokens"]}
+
+
+def engine_vector(embedder: Engine, text: str, timeout: float = 60) -> list:
+    "The vector of a text by an embedding engine; raises TokiError, KeyError, TypeError."
+    data = embedder.json("POST", "/v1/embeddings", {"input": text_segments(text)},
+                         timeout)["data"]
+    return mean_vector([d["embedding"] for d in data])
+
+
+class Accounts:
+    """The asks of this life of toki: rows for faces and ledger, words about them.
+
+    Shares lock and book with the keeper.
+    """
+
+    def __init__(self, engine: Engine, book: Book, lock: OwnedLock, feed: Feed,
+                 ledger: Optional[Ledger], embedder: Optional[Engine]):
+        self.engine, self.book, self.lock, self.feed = engine, book, lock, feed
+        self.ledger, self.embedder = ledger, embedder
+        self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
+        self.recent: deque = deque(maxlen=_RECENT)
+
+    def record(self, row: dict, prompt: Optional[Prompt]) -> None:
+        "One finished ask, for ledger and faces."
+        row["run"] = self.run
+        self.recent.append(row)
+        self.feed.post(dict(row, event="done"))
+        if self.ledger is not None:
+            self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
+                            else ())
+
+    # ---- nearest prompt -------------------------------------------------------
+    def name_difference(self, lease: Lease, text: Callable[[], str]) -> str:
+        """A clause about the nearest known prompt, '' when the match is useful.
+
+        Called while the engine prefills, so it costs the ask nothing.
+        """
+        prompt = lease.prompt
+        if prompt is None or lease.request.raw or len(prompt.tokens) < BLOCK or \
+                max(lease.plan.expect, lease.plan.match) * 2 >= len(prompt.tokens):
+            return ""
+        vector = self._embed(prompt, text)
+        with self.lock:
+            self.book.counters.embeddings += 1
+            found = nearest(vector, self.book.candidates(lease.ask))
+            clause = ""
+            if found:
+                candidate, score = found
+                other = self.book.past.tokens(candidate.name)
+                at = common_prefix(prompt.tokens, other)
+                clause = (f"{score * 100:.0f} % like ask {candidate.name}, differs "
+                          f"from token {at}")
+            lease.vector = vector
+        return clause
+
+    def _embed(self, prompt: Prompt, text: Callable[[], str]) -> list:
+        "By the embedding engine when there is one; any trouble falls back to the hash."
+        if self.embedder is not None:
+            try:
+                return engine_vector(self.embedder, text(), timeout=10)
+            except (TokiError, KeyError, TypeError, ValueError) as error:
+                log.debug("the embedding engine failed: %s", error)
+        return embed_tokens(prompt.tokens)
+
+    # ---- why ----------------------------------------------------------------
+    def why(self, ask: int, latest: int) -> dict:
+        """What an ask of this run computed and why, in figures and words; its text is
+        made of token ids here and now.  Raises Missing for an unknown one."""
+        mine, earlier = self._history(ask, latest)
+        info = self.engine.info
+        kind = info.kind if info else "rewindable"
+        try:
+            d = diagnose(mine, earlier, self._text, kind)
+        except TokiError:                # the engine is away: what figures alone say
+            d = diagnose(mine, earlier, None, kind)
+        rate = self.book.rates.prefill_ms
+        row = next((r for r in self.recent if r["ask"] == ask), {})
+        return {"ask": ask, "class": d.kind, "prompt_tokens": len(mine.tokens),
+                "reused_tokens": mine.reused, "like_ask": d.like,
+                "first_differing_token": d.at, "section": d.section,
+                "lost_tokens_estimate": d.lost,
+                "lost_ms_estimate": None if rate is None else round(d.lost * rate, 1),
+                "mine": d.mine, "theirs": d.theirs, "evicted_by": d.by,
+                "remedy": d.remedy, "plan": row.get("why", "")}
+
+    def _history(self, ask: int, latest: int) -> tuple:
+        "(this ask, those before it, latest first); Missing where its tokens are."
+        if self.ledger is None:
+            raise Missing("no history is kept", "set history on")
+        known = self.ledger.history(self.run, ask)
+        if not known or known[0].ask != ask:
+            raise Missing(f"ask {ask} is not in the history",
+                          f"the latest one is {latest}", code="unknown_ask")
+        if not known[0].tokens:
+            raise Missing(f"the tokens of ask {ask} are not known",
+                          "it was not answered, had pictures, or was forgotten")
+        return known[0], known[1:]
+
+    def _text(self, tokens: Tokens) -> str:
+        return self.engine.detokenize(tokens) if tokens else ""
+
+
+# ============================================================================
+# 45. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+#    uses: WORDS, SETTINGS, TOKENS, PICTURE, WIRE, BOOK, DECIDE, OTHERS, EDGES,
+#    ENGINE, LEDGER, SHELF, IDENTITY, STOCK, FEED, PROMPTS, MOVES, ACCOUNT.
+#    offers: Keeper.
 # ============================================================================
 _WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
@@ -14885,8 +15034,10 @@ class Keeper:
         self.book = Book(b"toki", config.memory_mb << 19)
         self.feed = Feed(edges.clock)
         self.book.heard = self.feed.book_event
+        self.accounts = Accounts(engine, self.book, self.lock, self.feed, ledger,
+                                 embedder)
         self.others = Others(config.foreign_quiet)
-        self._forest: tuple = ([], [])   # what was held, and its picture
+        self.forest = Forest()
         self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
         self.identity = Identity(engine, config, managed, edges)
         self.kept_rates = KeptRates(rates_file, edges)
@@ -14916,8 +15067,6 @@ class Keeper:
         self.on_idle: list = []          # called when all is quiet; True: more to do
         self.on_attach: Optional[Callable[[bool], bool]] = None
         self.audited: dict = {}          # output classes counted so far
-        self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
-        self.recent: deque = deque(maxlen=200)   # rows for the faces
         self._rated_asks = 0             # asks at the time when rates were kept
 
     @property
@@ -15507,41 +15656,6 @@ class Keeper:
         "Count an ask that ended as 'cancelled' or 'failed'."
         self._count(kind)
 
-    # ---- nearest prompt ----------------------------------------------------
-    def name_difference(self, lease: Lease, text: Callable[[], str]) -> str:
-        """A clause about the nearest known prompt, '' when the match is useful.
-
-        Called while the engine prefills, so it costs the ask nothing.
-        """
-        prompt = lease.prompt
-        if prompt is None or lease.request.raw or len(prompt.tokens) < BLOCK or \
-                max(lease.plan.expect, lease.plan.match) * 2 >= len(prompt.tokens):
-            return ""
-        vector = self._embed(prompt, text)
-        with self.lock:
-            self.book.counters.embeddings += 1
-            found = nearest(vector, self.book.candidates(lease.ask))
-            clause = ""
-            if found:
-                candidate, score = found
-                other = self.book.past.tokens(candidate.name)
-                at = common_prefix(prompt.tokens, other)
-                clause = (f"{score * 100:.0f} % like ask {candidate.name}, differs "
-                          f"from token {at}")
-            lease.vector = vector
-        return clause
-
-    def _embed(self, prompt: Prompt, text: Callable[[], str]) -> list:
-        "By the embedding engine when there is one; any trouble falls back to the hash."
-        if self.embedder is not None:
-            try:
-                data = self.embedder.json("POST", "/v1/embeddings", {
-                    "input": text_segments(text())}, timeout=10)["data"]
-                return mean_vector([d["embedding"] for d in data])
-            except (TokiError, KeyError, TypeError, ValueError) as error:
-                log.debug("the embedding engine failed: %s", error)
-        return embed_tokens(prompt.tokens)
-
     # ---- what the faces see -------------------------------------------------
     def document(self) -> dict:
         "The state document behind every face; versioned."
@@ -15557,7 +15671,7 @@ class Keeper:
                      for s in self.book.slots]
             counters, rates = self.book.counters.as_dict(), self.book.rates.as_dict()
             waiting = len(self.tickets)
-            recent = list(self.recent)[-50:]
+            recent = list(self.accounts.recent)[-50:]
             held = self.book.held()
         return {
             "schema": 1, "toki": __version__, "started": self.started,
@@ -15572,63 +15686,12 @@ class Keeper:
             "shelf": dict(self.stock.document(), outputs=dict(self.audited)),
             "slots": slots, "waiting": waiting,
             "queue_ms_estimate": self.queue_estimate_ms() if waiting else None,
-            "open": self.open_count(), "forest": self._picture(held),
+            "open": self.open_count(), "forest": self.forest.draw(held),
             "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
                        "known_bytes": self.book.known_bytes,
                        "text_bytes": self.prompter.texts.used},
             "recent": recent}
-
-    def _picture(self, held: list) -> list:
-        """Who holds which tokens, as runs drawn once; made outside the lock, and anew
-        only when somebody holds something else."""
-        old, forest = self._forest
-        if len(old) != len(held) or any(
-                a.name != b.name or a.tokens is not b.tokens
-                for a, b in zip(old, held)):
-            forest = prefix_forest(held)
-            self._forest = (held, forest)
-        return forest
-
-    def record(self, row: dict, prompt: Optional[Prompt]) -> None:
-        "One finished ask, for ledger and faces."
-        row["run"] = self.run
-        self.recent.append(row)
-        self.feed.post(dict(row, event="done"))
-        if self.ledger is not None:
-            self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
-                            else ())
-
-    def why(self, ask: int) -> dict:
-        """What an ask of this run computed and why, in figures and words; its text is
-        made of token ids here and now.  Raises Missing for an unknown one."""
-        if self.ledger is None:
-            raise Missing("no history is kept", "set history on")
-        known = self.ledger.history(self.run, ask)
-        if not known or known[0].ask != ask:
-            raise Missing(f"ask {ask} is not in the history",
-                          f"the latest one is {self.asks}", code="unknown_ask")
-        mine, info = known[0], self.engine.info
-        if not mine.tokens:
-            raise Missing(f"the tokens of ask {ask} are not known",
-                          "it was not answered, had pictures, or was forgotten")
-        kind = info.kind if info else "rewindable"
-        try:
-            d = diagnose(mine, known[1:], self._text, kind)
-        except TokiError:                # the engine is away: what figures alone say
-            d = diagnose(mine, known[1:], None, kind)
-        rate = self.book.rates.prefill_ms
-        row = next((r for r in self.recent if r["ask"] == ask), {})
-        return {"ask": ask, "class": d.kind, "prompt_tokens": len(mine.tokens),
-                "reused_tokens": mine.reused, "like_ask": d.like,
-                "first_differing_token": d.at, "section": d.section,
-                "lost_tokens_estimate": d.lost,
-                "lost_ms_estimate": None if rate is None else round(d.lost * rate, 1),
-                "mine": d.mine, "theirs": d.theirs, "evicted_by": d.by,
-                "remedy": d.remedy, "plan": row.get("why", "")}
-
-    def _text(self, tokens: Tokens) -> str:
-        return self.engine.detokenize(tokens) if tokens else ""
 
     def save_all(self, patience_s: float = 20) -> None:
         "Before the engine stops: everything worth keeping goes to the shelf."
@@ -15644,33 +15707,10 @@ class Keeper:
         self.up.set()                    # let waiting asks see that it ends
 
 
-def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
-                 prefill_ms: Optional[float], why: str) -> dict:
-    """The `cache` object of a reply.
-
-    `from_engine` lists the engine's own figures; the rest is what toki decided, and
-    `saved_ms_estimate` (~) is reused tokens x this engine's measured prefill time.
-    """
-    plan, proven = lease.plan, timings.cache_n - lease.side
-    source = (lease.moved or "resident") if proven > 0 else "none"
-    saved = None if prefill_ms is None else round(proven * prefill_ms, 1)
-    return {
-        "kind": verdict(max(0, proven)), "source": source,
-        "slot": lease.slot, "mode": "raw" if lease.request.raw else "cached",
-        "key_match": plan.match >= BLOCK,
-        "prompt_tokens": timings.cache_n + timings.prompt_n, "reused_tokens": proven,
-        "expected_tokens": plan.expect,
-        "computed_tokens": timings.prompt_n + lease.side,
-        "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
-        "saved_ms_estimate": saved, "why": why, "ask": lease.ask,
-        "steadied": list(lease.request.steadied),
-        "from_engine": ["prompt_tokens", "reused_tokens", "computed_tokens"]}
-
-
 # ============================================================================
-# 45. CERTIFY - may restored contexts be trusted here?
-#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, KEEPER.  offers: certify,
-#    canary, judge_trials, prove_fork, Auditor.
+# 46. CERTIFY - may restored contexts be trusted here?
+#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, ACCOUNT, KEEPER.
+#    offers: certify, canary, judge_trials, prove_fork, Auditor.
 #
 #    The same prompt fresh, reused in its slot, and restored from a file.  The control
 #    is the same prompt prefilled in two requests split at another place: it changes
@@ -15915,9 +15955,7 @@ class Auditor:
         if embedder is None:
             return None
         with contextlib.suppress(TokiError, KeyError, TypeError):
-            return tuple(mean_vector([d["embedding"] for d in embedder.json(
-                "POST", "/v1/embeddings", {"input": text_segments(text)})["data"]])
-                for text in texts)
+            return tuple(engine_vector(embedder, text) for text in texts)
         return None
 
     def _answer(self, request: Request) -> str:
@@ -15941,7 +15979,7 @@ class Auditor:
 
 
 # ============================================================================
-# 46. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 47. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
@@ -16235,7 +16273,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 47. FLEET - one engine, several models: whose turn is it?
+# 48. FLEET - one engine, several models: whose turn is it?
 #    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
@@ -16302,7 +16340,7 @@ class ModelTurns:
 
 
 # ============================================================================
-# 48. HTTP - framing, limits, deadlines: a server made of http.server.
+# 49. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
 #    is_loopback.
 #
@@ -16770,9 +16808,9 @@ def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: 
 
 
 # ============================================================================
-# 49. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+# 50. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
-#    RECALL, MOVES, KEEPER, HTTP.
+#    RECALL, MOVES, ACCOUNT, KEEPER, HTTP.
 #    offers: Relay, send_error, new_id, allowed_silence_s.
 #
 #    A reply is relayed as it comes or assembled for a client that does not stream; each
@@ -17239,7 +17277,7 @@ class Relay:
             up = keeper.engine.open(PATHS[ask.route],
                                     engine_json(ask, core, lease.slot, room))
             keeper.prompter.remember(lease.prompt)
-            note = keeper.name_difference(
+            note = keeper.accounts.name_difference(
                 lease, lambda: core.decode("utf-8", "replace"))
             if note:
                 self.notes[lease.ask] = note
@@ -17314,7 +17352,7 @@ class Relay:
                  "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
                  t.cache_n + t.prompt_n if t else "-", fmt_ms(reply.ttft_ms),
                  fmt_ms(total_ms), self.why(lease))
-        self.keeper.record({
+        self.keeper.accounts.record({
             "ask": lease.ask, "at": self.edges.clock.wall(), "life": lease.life,
             "route": ask.route, "model": ask.model, "client": ask.client,
             "conversation": ask.conversation, "klass": ask.klass,
@@ -17350,7 +17388,7 @@ class Relay:
 
 
 # ============================================================================
-# 50. GATEWAY - routes: bytes in and out, never decides.
+# 51. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, MESSAGES, RESPONSES, OUTPUTS, STEADY,
 #    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.  offers: Gateway,
 #    ROUTES, Route, page_headers, prometheus.
@@ -17860,7 +17898,7 @@ class Gateway:
             raise BadAsk(f"{asked[:40]!r} is no number of an ask", "or say `latest`")
         for keeper in keepers:
             try:
-                x.send_json(200, keeper.why(int(asked)))
+                x.send_json(200, keeper.accounts.why(int(asked), keeper.asks))
                 return
             except Missing as error:
                 if error.code != "unknown_ask":
@@ -17885,7 +17923,7 @@ class Gateway:
 
 
 # ============================================================================
-# 51. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 52. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -18094,7 +18132,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 52. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 53. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -18244,7 +18282,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 53. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 54. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -18472,7 +18510,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 54. PROBE - does this engine run here, and on the device that was asked for?
+# 55. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -18637,7 +18675,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 55. MODELS - the models of this machine: registered, imported, checked, removed.
+# 56. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -19237,7 +19275,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 56. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 57. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -19618,7 +19656,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 57. INSTALL - get an engine and a starter model.
+# 58. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -20279,7 +20317,7 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 58. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+# 59. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
 #    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
 #    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
 #    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
@@ -20837,7 +20875,7 @@ class Daemon:
 
 
 # ============================================================================
-# 59. STACK - up, down, status: engine and daemon as one thing.
+# 60. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
 #    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
 #    given_flags, model_setup.
@@ -21111,7 +21149,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 60. LAUNCH - start an agent, pinned to the model that runs here.
+# 61. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
@@ -21365,7 +21403,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 61. WIRED - a client's own configuration that points here until it is taken back.
+# 62. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21711,7 +21749,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 62. SERVICE - toki as a service of this user: install, remove, status.
+# 63. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
 #    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -21825,7 +21863,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 63. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 64. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22466,7 +22504,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 64. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 65. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -23108,7 +23146,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 65. TOP - what runs, what is held and what each ask cost, live.
+# 66. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23352,7 +23390,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 66. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 67. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23869,7 +23907,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 67. BENCH - toki's own cost, soak, and the everyday situations.
+# 68. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
 #    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
 #    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
@@ -24399,7 +24437,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 68. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 69. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
@@ -24703,7 +24741,7 @@ class Bench:
 
 
 # ============================================================================
-# 69. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 70. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24987,7 +25025,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 70. DOCTOR - is everything fit, and if not, what to do.
+# 71. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
 #    safe_log, bundle.
 # ============================================================================
@@ -25173,7 +25211,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 71. PAGE - the web page as one readable text.
+# 72. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26916,7 +26954,7 @@ loadModels();
 
 
 # ============================================================================
-# 72. WEB - a second door to a running daemon, with TLS, for browsers.
+# 73. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -27063,7 +27101,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 73. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+# 74. COMMANDS - how a subcommand is declared; those of the stack and its clients.
 #    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
 #    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
@@ -27368,7 +27406,7 @@ def cmd_doctor(c: Context) -> int:
 
 
 # ============================================================================
-# 74. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+# 75. CATALOG - `toki model`: fetch, import, list, check, use and remove.
 #    uses: everything above.  offers: use_by_name, model_install_llama,
 #    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
 # ============================================================================
@@ -27665,7 +27703,7 @@ subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
 
 
 # ============================================================================
-# 75. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+# 76. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
 #    uses: everything above.  offers: cmd_bench, cmd_simulate.
 # ============================================================================
 @subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
@@ -27910,7 +27948,7 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
 
 
 # ============================================================================
-# 76. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+# 77. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
 #    uses: everything above.  offers: bare_toki.
 # ============================================================================
 _URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
@@ -28121,7 +28159,7 @@ def cmd_page(c: Context) -> int:
 
 
 # ============================================================================
-# 77. MAIN - settings, completion, version; the command line read and run.
+# 78. MAIN - settings, completion, version; the command line read and run.
 #    uses: everything above.  offers: main, completion_script.
 # ============================================================================
 @subcommand(JSON_ARG, settings=RUN_SETTINGS)
