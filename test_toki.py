@@ -4437,7 +4437,7 @@ class ShelfRoom(Case):
         self.until(lambda: shelf.settle())
         used = max(d.keeper.book.snaps.values(), key=lambda s: s.uses)
         shelf.budget = used.n_bytes + 10
-        self.until(lambda: d.keeper.save_idle() or True)
+        self.until(lambda: d.watcher.save_idle() or True)
         self.agents(fake, c, 2, 1, head=690)
         self.until(lambda: shelf.used <= shelf.budget)
 
@@ -4624,7 +4624,7 @@ class ShelfRoom(Case):
                           {"role": "user", "content": say(10 + n, 60)}]
                 self.assertLess(d.keeper.book.rates.returned, 0.5)
                 size = c.chat(h, 12)["cache"]["prompt_tokens"]
-                d.keeper.save_all()
+                d.watcher.save_all()
                 d.close()
                 fake.kill()
                 fake, d, c = self.rig(kind, state=state, folder=folder)
@@ -5253,12 +5253,12 @@ class KeeperRoom(Case):
         c = Client(d)
         c.chat(say(1))
         self.assertFalse(d.keeper.foreign)
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         time.sleep(0.6)
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         toki.Engine(fake.url).json("POST", "/completion", {"prompt": say(2),
                                                            "n_predict": 2})
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         self.assertTrue(d.keeper.foreign)
         fake.log.clear()
         reply = c.chat(say(1))
@@ -5270,7 +5270,7 @@ class KeeperRoom(Case):
         texts = [f.text for f in toki.examine(d.where, toki.REAL, toki.running_daemon(
             d.where, toki.REAL))]
         self.assertTrue(any("somebody else uses" in t for t in texts), texts)
-        self.until(lambda: d.keeper.watch_once() or not d.keeper.foreign)
+        self.until(lambda: toki.look_after(d.keeper) or not d.keeper.foreign)
         self.assertIsNotNone(c.chat(say(1))["cache"]["slot"])
 
     def test_our_own_traffic_is_not_foreign(self):
@@ -5279,14 +5279,14 @@ class KeeperRoom(Case):
         c = Client(d)
         for i in range(6):
             c.chat(say(i), 3)
-            d.keeper.watch_once()
+            toki.look_after(d.keeper)
         sock = c.open_stream(say(9), 5000)
         sock.recv(100)
         sock.close()
         self.until(lambda: not d.keeper.open_count())
         for _ in range(3):
             time.sleep(0.3)
-            d.keeper.watch_once()
+            toki.look_after(d.keeper)
         self.assertFalse(d.keeper.foreign)
 
     def test_unified_engines_are_not_pinned(self):
@@ -5301,7 +5301,7 @@ class KeeperRoom(Case):
         c = Client(d)
         c.chat(say(1))
         fake.kill()
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         self.assertEqual(d.keeper.state, "absent")
         fake.revive()
         self.until(lambda: d.keeper.state == "ready")
@@ -10853,15 +10853,15 @@ class RealTraps(Real):
         c = Client(d)
         c.chat(say(1, 50))
         time.sleep(0.7)
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         self.assertFalse(d.keeper.foreign)
         toki.Engine(server.url).json("POST", "/completion", {
             "prompt": say(2, 50), "n_predict": 2})
         time.sleep(0.2)
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         self.assertTrue(d.keeper.foreign)
         self.assertIsNone(c.chat(say(1, 50))["cache"]["slot"])
-        self.until(lambda: d.keeper.watch_once() or not d.keeper.foreign)
+        self.until(lambda: toki.look_after(d.keeper) or not d.keeper.foreign)
         self.assertIsNotNone(c.chat(say(1, 50))["cache"]["slot"])
 
     def test_cancels_free_slots_and_keep_the_prefix(self):
@@ -11318,7 +11318,7 @@ class RealShelf(Real):
                     h = [{"role": "system", "content": say(1, 300)},
                          {"role": "user", "content": f"{a} " + say(a, 300)}]
                     histories.append(h + [c.chat(h, 8)["choices"][0]["message"]])
-                while d.keeper.save_idle():
+                while d.watcher.save_idle():
                     pass
                 server.process.kill()
                 d.close()
@@ -12997,7 +12997,7 @@ class WhyRoom(Case):
         mine = self.body(self.task(1))
         self.ask(c, mine)
         fake.kill()
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         fake.revive()
         self.until(lambda: d.keeper.state == "ready")
         w = self.why_of(c, mine)
@@ -13012,7 +13012,7 @@ class WhyRoom(Case):
         lost = self.body(self.task(70), system="Yours. " + say("lost", 200))
         self.ask(c, lost)
         fake.kill()
-        d.keeper.watch_once()
+        toki.look_after(d.keeper)
         fake.revive()
         self.until(lambda: d.keeper.state == "ready")
         again = self.ask(c, lost)

@@ -64,39 +64,40 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     43 MOVES     state from slot to shelf and back, under a lease
     44 ACCOUNT   what is told of an ask: what it was like, what it cost, and why
     45 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    46 CERTIFY   may restored contexts be trusted here?
-    47 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    48 FLEET     one engine, several models: whose turn is it?
-    49 HTTP      framing, limits, deadlines: a server made of http.server
-    50 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
-    51 GATEWAY   routes: bytes in and out, never decides
-    52 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    53 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    54 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    55 PROBE     does this engine run here, and on the device that was asked for?
-    56 MODELS    the models of this machine: registered, imported, checked, removed
-    57 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    58 INSTALL   get an engine and a starter model
-    59 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
-    60 STACK     up, down, status: engine and daemon as one thing
-    61 LAUNCH    start an agent, pinned to the model that runs here
-    62 WIRED     a client's own configuration that points here until it is taken back
-    63 SERVICE   toki as a service of this user: install, remove, status
-    64 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    65 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    66 TOP       what runs, what is held and what each ask cost, live
-    67 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    68 BENCH     toki's own cost, soak, and the everyday situations
-    69 RUNS      workloads played on three arms of one engine build, ask by ask
-    70 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    71 DOCTOR    is everything fit, and if not, what to do
-    72 PAGE      the web page as one readable text
-    73 WEB       a second door to a running daemon, with TLS, for browsers
-    74 COMMANDS  how a subcommand is declared; those of the stack and its clients
-    75 CATALOG   `toki model`: fetch, import, list, check, use and remove
-    76 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
-    77 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
-    78 MAIN      settings, completion, version; the command line read and run
+    46 WATCH     beside the asks: is the engine well, who else uses it, what to save?
+    47 CERTIFY   may restored contexts be trusted here?
+    48 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    49 FLEET     one engine, several models: whose turn is it?
+    50 HTTP      framing, limits, deadlines: a server made of http.server
+    51 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    52 GATEWAY   routes: bytes in and out, never decides
+    53 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    54 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    55 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    56 PROBE     does this engine run here, and on the device that was asked for?
+    57 MODELS    the models of this machine: registered, imported, checked, removed
+    58 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    59 INSTALL   get an engine and a starter model
+    60 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    61 STACK     up, down, status: engine and daemon as one thing
+    62 LAUNCH    start an agent, pinned to the model that runs here
+    63 WIRED     a client's own configuration that points here until it is taken back
+    64 SERVICE   toki as a service of this user: install, remove, status
+    65 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    66 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    67 TOP       what runs, what is held and what each ask cost, live
+    68 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    69 BENCH     toki's own cost, soak, and the everyday situations
+    70 RUNS      workloads played on three arms of one engine build, ask by ask
+    71 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    72 DOCTOR    is everything fit, and if not, what to do
+    73 PAGE      the web page as one readable text
+    74 WEB       a second door to a running daemon, with TLS, for browsers
+    75 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    76 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    77 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    78 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    79 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -14831,6 +14832,29 @@ class Mover:
         self.shelf.touched(snap_id, max(0.0, saved))
         return True
 
+    def wait_until_free(self, lease: Lease, patience_s: float,
+                        open_count: Callable[[], int]) -> Optional[int]:
+        """Tokens in the slot once the engine has let go of it; None when unknown.
+        `open_count` says how many asks are open, this one among them."""
+        clock, pause, info = self.edges.clock, 0.005, self.engine.info
+        end = clock.now() + patience_s
+        with contextlib.suppress(TokiError):
+            while clock.now() < end and lease.life == self.book.life:
+                if lease.slot is not None and info is not None and info.slots:
+                    busy, held = self.engine.slot_state(lease.slot)
+                    if not busy:
+                        return held
+                elif info is not None and info.metrics:
+                    if self.engine.metrics().get("requests_processing", 0) \
+                            < open_count():
+                        return None
+                else:
+                    clock.sleep(2.0)     # cancelled within a second when quiet
+                    return None
+                clock.sleep(pause)
+                pause = min(pause * 1.5, 0.25)
+        return None
+
     def erase(self, lease: Lease) -> None:
         "Empty the leased slot, so that nothing half-right is attended to."
         with contextlib.suppress(TokiError):
@@ -14896,7 +14920,7 @@ def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
 
 
 def engine_vector(embedder: Engine, text: str, timeout: float = 60) -> list:
-    "The vector of a text by an embedding engine; raises TokiError, KeyError, TypeError."
+    "The vector of a text, by an engine; raises TokiError, KeyError, TypeError."
     data = embedder.json("POST", "/v1/embeddings", {"input": text_segments(text)},
                          timeout)["data"]
     return mean_vector([d["embedding"] for d in data])
@@ -15001,12 +15025,7 @@ class Accounts:
 #    ENGINE, LEDGER, SHELF, IDENTITY, STOCK, FEED, PROMPTS, MOVES, ACCOUNT.
 #    offers: Keeper.
 # ============================================================================
-_WATCH_S = 2.0
 _REGRET_MS = 50.0            # less is noise
-_P_LOSS = 0.1                # chance that a slot is lost before its next turn
-_GAP_S = 0.05
-_REST_S = 1.0                # so long a pause may become a long one
-_QUIET_S = 20.0              # before certificates and audits
 
 class _Ticket:
     "One ask waiting for a slot."
@@ -15050,7 +15069,7 @@ class Keeper:
         self.tickets: list = []
         self.open_by_client: dict = {}
         self.last_grant: dict = {}       # client -> number of its latest grant
-        self.asks = self.grants = self.opened = self.ended = 0
+        self.asks = self.grants = self.began = self.ended = 0
         self.number = itertools.count(1).__next__    # shared with engines beside
         self.arriving = 0                # asks whose tokens are being made
         self.up = threading.Event()
@@ -15059,15 +15078,13 @@ class Keeper:
         self.hopeless = False            # it failed again and again: do not wait for it
         self.phantom = threading.Event() # a hit failed: look for foreign traffic now
         self.nudge = threading.Event()   # wakes the watching thread
-        self._ready_at = 0.0
-        self._ended_at = 0.0             # its counters trail a reply by a moment
+        self.ready_at = 0.0
+        self.ended_at = 0.0             # its counters trail a reply by a moment
         self.stopping = threading.Event()
         self.started = edges.clock.wall()
         self.on_answer: list = []        # called with (request, tokens reused)
-        self.on_idle: list = []          # called when all is quiet; True: more to do
         self.on_attach: Optional[Callable[[bool], bool]] = None
         self.audited: dict = {}          # output classes counted so far
-        self._rated_asks = 0             # asks at the time when rates were kept
 
     @property
     def shelf(self) -> Optional[Shelf]:
@@ -15106,7 +15123,7 @@ class Keeper:
             self.prompter.forget()
             self.others.forget()
             self.state, self.trouble = "ready", ""
-            self._ready_at = self.edges.clock.now()
+            self.ready_at = self.edges.clock.now()
             self.book.counters.own_tokens += spent
         known = self.kept_rates.recall(self.identity.namespace())
         with self.lock:
@@ -15162,89 +15179,27 @@ class Keeper:
                     "it is being waited for; ask again", code="model_loading",
                     retry_s=5)
 
-    def watch(self) -> None:
-        """Loop of the watching thread: health and foreign traffic now and then, saves
-        as soon as nobody asks."""
-        look_at = 0.0
-        while not self.stopping.is_set():
-            now = self.edges.clock.now()
-            try:
-                if now >= look_at or self.phantom.is_set():
-                    self.phantom.clear()
-                    self.watch_once()
-                    look_at = now + (0.25 if self.state != "ready" else _WATCH_S)
-                with contextlib.suppress(TokiError):
-                    while not self.stopping.is_set() and self.save_idle():
-                        pass
-                    self._idle_work()
-            except Exception:                # a watcher must not die
-                log.exception("watching the engine failed")
-            now = self.edges.clock.now()
-            rest = self._ended_at + _REST_S - now    # saves are cheaper from then on
-            pause = min(look_at - now, rest + 0.01) if rest > 0 else look_at - now
-            if self.nudge.wait(max(0.05, pause)):
-                self.nudge.clear()
-                self.edges.clock.sleep(_GAP_S)   # who asks at once is not kept waiting
-
-    def _idle_work(self) -> None:
-        "What may be done while nobody asks: certificates, audits."
-        with self.lock:
-            quiet = self.edges.clock.now() - max(self._ended_at, self._ready_at)
-            busy = self.open_count() or self.tickets or self.state != "ready"
-        if busy or quiet < _QUIET_S or self.foreign:
-            return
-        asks = self.book.counters.asks
-        if asks != self._rated_asks:
-            self._rated_asks = asks
-            self.keep_rates()
-        for act in self.on_idle:
-            if act():
-                return
-
-    def watch_once(self) -> None:
-        if self.state != "ready":
-            self.attach()
-            return
-        if not self.engine.healthy():
-            # Busy machines answer late: believe it only when it happens twice.
-            self.edges.clock.sleep(0.5)
-            if not self.engine.healthy():
-                self.lost("it does not answer")
-            return
-        if not self.managed:
-            self._look_for_others()
-
-    def _look_for_others(self) -> None:
-        info = self.engine.info
-        if info is None:
-            return
-        try:
-            if self.engine.sleeping():
-                with self.lock:
-                    if any(s.size for s in self.book.slots) and not self.open_count():
-                        self.book.apply(Reborn(info.n_slots))
-                        log.info("the engine sleeps; its slots are empty now")
-                return
-            if not info.metrics:
-                return
-            with self.lock:
-                before, open_now = (self.opened, self.ended), self.open_count()
-            m = self.engine.metrics()
-        except TokiError:
-            return
-        with self.lock:
-            if before != (self.opened, self.ended):
-                return                   # asks came or went meanwhile: look again later
-            self._judge_locked(m, open_now)
-
     def open_count(self) -> int:
-        return self.opened - self.ended
+        return self.began - self.ended
 
-    def _judge_locked(self, counters: dict, open_now: int) -> None:
-        "Do the engine's counters show more than toki caused?"
+    def fell_asleep(self) -> None:
+        "The engine has let go of its model, and of what its slots held."
+        with self.lock:
+            if any(s.size for s in self.book.slots) and not self.open_count():
+                self.book.apply(Reborn(len(self.book.slots)))
+                log.info("the engine sleeps; its slots are empty now")
+
+    def judge_others(self, counters: dict, began: int, ended: int) -> None:
+        """Do the engine's counters show more than toki caused?  Not judged when asks
+        came or went since `began` of them had begun and `ended` had ended."""
+        with self.lock:
+            if (began, ended) == (self.began, self.ended):
+                self._judge_locked(counters)
+
+    def _judge_locked(self, counters: dict) -> None:
         assert self.lock.held()
         now = self.edges.clock.now()
-        found = self.others.judge(counters, open_now, now, now - self._ended_at)
+        found = self.others.judge(counters, self.open_count(), now, now - self.ended_at)
         if not found:
             return
         self.book.apply(Reborn(len(self.book.slots)))
@@ -15401,7 +15356,7 @@ class Keeper:
         self.last_grant[request.client] = self.grants
         if len(self.last_grant) > 4096:
             del self.last_grant[min(self.last_grant, key=self.last_grant.get)]
-        self.opened += 1
+        self.began += 1
         ticket.lease = Lease(self, ticket.ask, request, prompt, plan, seat, book.life,
                              (now - ticket.since) * 1000)
         ticket.lease.victim = old
@@ -15485,48 +15440,6 @@ class Keeper:
                         "is %s, planned so from now on", lease.ask, timings.cache_n,
                         lease.plan.expect, kind)
 
-    def save_idle(self, p_loss: float = 0.0) -> bool:
-        """Save the most valuable unsaved slot while nobody asks; True when one was.
-        The chance of a loss, where not given, grows with the time that all is quiet.
-
-        Contexts saved this way survive a crash of toki or engine: worth it as soon as
-        computing the unsaved end again, times the chance of losing it, costs more than
-        the save.
-        """
-        with self.lock:
-            ability = self.ability() if self.state == "ready" else None
-            if ability is None or not ability.files or not ability.pinned \
-                    or self.open_count() or self.tickets:
-                return False
-            prices = Prices.of(self.book.rates)
-            quiet = self.edges.clock.now() - self._ended_at
-            ending = p_loss >= 1
-            p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
-            least = BLOCK // 4 if ending else 2 * BLOCK
-            waiting = [s for s in self.book.slots if not s.busy and not s.opaque
-                       and s.size - s.shelved >= least and s.klass != "oneshot"
-                       and (s.size - s.shelved) * prices.prefill * p_loss
-                       > prices.saving(s.size)]
-            if not waiting:
-                return False
-            s = max(waiting, key=lambda s: s.size - s.shelved)
-            tokens = self.book.trie.tokens((self.book.life, s.slot))
-            life = self.book.life
-            self.book.slots[s.slot] = s._replace(busy=-1)
-        try:
-            if ending:                   # nobody goes on in this slot
-                self.mover.put_away(s, tokens, -1, both=True)
-            else:
-                self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
-        finally:
-            with self.lock:
-                if life == self.book.life:
-                    now = self.book.slots[s.slot]
-                    # Also when it failed: not tried again until it changes.
-                    self.book.slots[s.slot] = now._replace(busy=0, shelved=now.size)
-                self._grant_locked()
-        return True
-
     # ---- slots for toki's own use -------------------------------------------
     def borrow(self, tokens: Tokens) -> Lease:
         "The least valuable slot, saved first when that is worth it; then `hand_back`."
@@ -15597,7 +15510,7 @@ class Keeper:
         if lease.pinned and self.shelf is not None:
             self.shelf.done(lease.pinned)
             lease.pinned = 0
-        self._ended_at = self.edges.clock.now()
+        self.ended_at = self.edges.clock.now()
         self._leave_locked(lease.request)
         self._grant_locked()
         if not self.open_count() and not self.tickets:
@@ -15609,7 +15522,8 @@ class Keeper:
         if not lease.open:
             return
         lease.open = False
-        held = self._wait_until_free(lease) if sent else 0
+        held = self.mover.wait_until_free(lease, self.config.backend_timeout,
+                                          self.open_count) if sent else 0
         with self.lock:
             if lease.cached is None and sent:
                 # It said nothing yet: it may hold what it held before, or not.
@@ -15621,31 +15535,6 @@ class Keeper:
                 self.book.counters.cancelled_tokens += max(
                     0, min(held, len(lease.prompt.tokens)) - (lease.cached or 0))
             self._let_go_locked(lease, held)
-
-    def _wait_until_free(self, lease: Lease) -> Optional[int]:
-        "Tokens in the slot once the engine has let go of it; None when unknown."
-        info = self.engine.info
-        pause, end = 0.005, self.edges.clock.now() + self.config.backend_timeout
-        while self.edges.clock.now() < end and lease.life == self.book.life:
-            try:
-                if lease.slot is not None and info is not None and info.slots:
-                    busy, held = self.engine.slot_state(lease.slot)
-                    if not busy:
-                        return held
-                elif info is not None and info.metrics:
-                    if self.engine.metrics().get("requests_processing", 0) \
-                            < self.open_count():
-                        return None
-                else:
-                    self.edges.clock.sleep(2.0)  # cancelled within a second when quiet
-                    return None
-            except EngineGone:
-                return None
-            except TokiError:
-                return None
-            self.edges.clock.sleep(pause)
-            pause = min(pause * 1.5, 0.25)
-        return None
 
     def answered(self, request: Request, reused: int) -> None:
         "Whoever audits outputs may want to ask this again later."
@@ -15693,13 +15582,6 @@ class Keeper:
                        "text_bytes": self.prompter.texts.used},
             "recent": recent}
 
-    def save_all(self, patience_s: float = 20) -> None:
-        "Before the engine stops: everything worth keeping goes to the shelf."
-        end = self.edges.clock.now() + patience_s
-        with contextlib.suppress(TokiError):
-            while self.edges.clock.now() < end and self.save_idle(1.0):
-                pass
-
     def stop(self) -> None:
         self.keep_rates()
         self.stopping.set()
@@ -15708,7 +15590,155 @@ class Keeper:
 
 
 # ============================================================================
-# 46. CERTIFY - may restored contexts be trusted here?
+# 46. WATCH - beside the asks: is the engine well, who else uses it, what to save?
+#    uses: WORDS, TOKENS, DECIDE, EDGES, KEEPER.  offers: Watcher, look_after.
+# ============================================================================
+_LOOK_S, _LOOK_SOON_S = 2.0, 0.25    # between looks at a ready engine, at another one
+_P_LOSS = 0.1                # chance that a slot is lost before its next turn
+_GAP_S = 0.05
+_REST_S = 1.0                # so long a pause may become a long one
+_QUIET_S = 20.0              # before certificates and audits
+
+
+def look_after(keeper: Keeper) -> None:
+    "Does the engine answer, and does it work for somebody else?"
+    if keeper.state != "ready":
+        keeper.attach()
+        return
+    if not keeper.engine.healthy():
+        # Busy machines answer late: believe it only when it happens twice.
+        keeper.edges.clock.sleep(0.5)
+        if not keeper.engine.healthy():
+            keeper.lost("it does not answer")
+        return
+    if not keeper.managed:
+        _look_for_others(keeper)
+
+
+def _look_for_others(keeper: Keeper) -> None:
+    engine, info = keeper.engine, keeper.engine.info
+    if info is None:
+        return
+    try:
+        if engine.sleeping():
+            keeper.fell_asleep()
+            return
+        if not info.metrics:
+            return
+        with keeper.lock:
+            before = keeper.began, keeper.ended
+        counters = engine.metrics()
+    except TokiError:
+        return
+    keeper.judge_others(counters, *before)
+
+
+class Watcher:
+    "Looks after a keeper's engine; `run` is the loop of a thread."
+
+    def __init__(self, keeper: Keeper):
+        self.keeper, self.clock = keeper, keeper.edges.clock
+        self.on_idle: list = []          # called when all is quiet; True: more to do
+        self._rated_asks = 0             # asks at the time when rates were kept
+
+    def run(self) -> None:
+        "Health and others now and then, saves as soon as nobody asks."
+        keeper, look_at = self.keeper, 0.0
+        while not keeper.stopping.is_set():
+            now = self.clock.now()
+            try:
+                if now >= look_at or keeper.phantom.is_set():
+                    keeper.phantom.clear()
+                    look_after(keeper)
+                    look_at = now + (_LOOK_S if keeper.state == "ready"
+                                     else _LOOK_SOON_S)
+                with contextlib.suppress(TokiError):
+                    while not keeper.stopping.is_set() and self.save_idle():
+                        pass
+                    self._idle_work()
+            except Exception:                # a watcher must not die
+                log.exception("watching the engine failed")
+            now = self.clock.now()
+            rest = keeper.ended_at + _REST_S - now   # saves are cheaper from then on
+            pause = min(look_at - now, rest + 0.01) if rest > 0 else look_at - now
+            if keeper.nudge.wait(max(0.05, pause)):
+                keeper.nudge.clear()
+                self.clock.sleep(_GAP_S)     # who asks at once is not kept waiting
+
+    def _idle_work(self) -> None:
+        "Rates are kept; certificates, audits."
+        keeper = self.keeper
+        with keeper.lock:
+            quiet = self.clock.now() - max(keeper.ended_at, keeper.ready_at)
+            busy = keeper.open_count() or keeper.tickets or keeper.state != "ready"
+        if busy or quiet < _QUIET_S or keeper.foreign:
+            return
+        asks = keeper.book.counters.asks
+        if asks != self._rated_asks:
+            self._rated_asks = asks
+            keeper.keep_rates()
+        for act in self.on_idle:
+            if act():
+                return
+
+    def save_idle(self, p_loss: float = 0.0) -> bool:
+        """Save the most valuable unsaved slot while nobody asks; True when one was.
+        The chance of a loss, where not given, grows with the time that all is quiet.
+
+        Contexts saved this way survive a crash of toki or engine: worth it as soon as
+        computing the unsaved end again, times the chance of losing it, costs more than
+        the save.
+        """
+        keeper, mover, ending = self.keeper, self.keeper.mover, p_loss >= 1
+        with keeper.lock:
+            number = self._most_unsaved_locked(p_loss, BLOCK // 4 if ending
+                                               else 2 * BLOCK)
+        if number < 0:
+            return False
+        with keeper.resting(number) as held:
+            if not held:
+                return False
+            (s, tokens), life = held, keeper.book.life
+            try:
+                if ending:               # nobody goes on in this slot
+                    mover.put_away(s, tokens, -1, both=True)
+                else:
+                    mover.save(number, "context", tokens, s.size + s.tail, number)
+            finally:
+                # Also when it failed: not tried again until it changes.
+                with keeper.lock:
+                    if life == keeper.book.life:
+                        now = keeper.book.slots[number]
+                        keeper.book.slots[number] = now._replace(shelved=now.size)
+        return True
+
+    def _most_unsaved_locked(self, p_loss: float, least: int) -> int:
+        "The slot of at least so many unsaved tokens that is worth it, -1 for none."
+        keeper = self.keeper
+        assert keeper.lock.held()
+        ability = keeper.ability() if keeper.state == "ready" else None
+        if ability is None or not ability.files or not ability.pinned \
+                or keeper.open_count() or keeper.tickets:
+            return -1
+        prices = Prices.of(keeper.book.rates)
+        quiet = self.clock.now() - keeper.ended_at
+        p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
+        waiting = [s for s in keeper.book.slots if not s.busy and not s.opaque
+                   and s.size - s.shelved >= least and s.klass != "oneshot"
+                   and (s.size - s.shelved) * prices.prefill * p_loss
+                   > prices.saving(s.size)]
+        return max(waiting, key=lambda s: s.size - s.shelved).slot if waiting else -1
+
+    def save_all(self, patience_s: float = 20) -> None:
+        "Before the engine stops: everything worth keeping goes to the shelf."
+        end = self.clock.now() + patience_s
+        with contextlib.suppress(TokiError):
+            while self.clock.now() < end and self.save_idle(1.0):
+                pass
+
+
+# ============================================================================
+# 47. CERTIFY - may restored contexts be trusted here?
 #    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, ACCOUNT, KEEPER.
 #    offers: certify, canary, judge_trials, prove_fork, Auditor.
 #
@@ -15979,7 +16009,7 @@ class Auditor:
 
 
 # ============================================================================
-# 47. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 48. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
@@ -16273,7 +16303,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 48. FLEET - one engine, several models: whose turn is it?
+# 49. FLEET - one engine, several models: whose turn is it?
 #    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
@@ -16340,7 +16370,7 @@ class ModelTurns:
 
 
 # ============================================================================
-# 49. HTTP - framing, limits, deadlines: a server made of http.server.
+# 50. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
 #    is_loopback.
 #
@@ -16808,9 +16838,9 @@ def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: 
 
 
 # ============================================================================
-# 50. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+# 51. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
-#    RECALL, MOVES, ACCOUNT, KEEPER, HTTP.
+#    RECALL, MOVES, ACCOUNT, KEEPER, WATCH, HTTP.
 #    offers: Relay, send_error, new_id, allowed_silence_s.
 #
 #    A reply is relayed as it comes or assembled for a client that does not stream; each
@@ -17223,7 +17253,7 @@ class Relay:
                             error.message)
                 # A dying process may answer /health for a moment yet.
                 self.edges.clock.sleep(0.2 * (attempt + 1))
-                self.keeper.watch_once()
+                look_after(self.keeper)
 
     def _run_once(self, ask: Request, reply: _Reply, many: int) -> None:
         ask, core, lease = self._admitted(ask, reply)
@@ -17388,7 +17418,7 @@ class Relay:
 
 
 # ============================================================================
-# 51. GATEWAY - routes: bytes in and out, never decides.
+# 52. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, MESSAGES, RESPONSES, OUTPUTS, STEADY,
 #    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.  offers: Gateway,
 #    ROUTES, Route, page_headers, prometheus.
@@ -17923,7 +17953,7 @@ class Gateway:
 
 
 # ============================================================================
-# 52. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 53. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -18132,7 +18162,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 53. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 54. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -18282,7 +18312,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 54. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 55. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -18510,7 +18540,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 55. PROBE - does this engine run here, and on the device that was asked for?
+# 56. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -18675,7 +18705,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 56. MODELS - the models of this machine: registered, imported, checked, removed.
+# 57. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -19275,7 +19305,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 57. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 58. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -19656,7 +19686,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 58. INSTALL - get an engine and a starter model.
+# 59. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -20317,11 +20347,11 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 59. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+# 60. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
 #    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
-#    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
-#    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
-#    last_choice, keep_choice.
+#    KEEPER, WATCH, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.
+#    offers: Daemon, running_daemon, daemon_address, daemon_json, memory_for,
+#    known_remedies, last_choice, keep_choice.
 #
 #    An engine that fails is started again, without what it failed on; another model
 #    takes its place, or stands beside it as a daemon without a port.
@@ -20419,6 +20449,7 @@ class Daemon:
         self.said: set = set()           # warnings that hold for every start
         self.memory_plan: Optional[MemoryPlan] = None
         self.keeper: Optional[Keeper] = None
+        self.watcher: Optional[Watcher] = None
         self.server: Optional[FastServer] = None
         self.recall: Optional[Recall] = None
 
@@ -20584,7 +20615,7 @@ class Daemon:
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
         log.info("changing over to %s", name)
-        keeper.save_all()
+        self.watcher.save_all()
         self.before = self.plan
         self._take_plan(plan)
         self.changing = True
@@ -20782,6 +20813,7 @@ class Daemon:
                              embedder, shelf if self.lock_file else "",
                              self.where.file("shelf.db"),
                              self.where.file("rates.json") if self.lock_file else "")
+        self.watcher = Watcher(self.keeper)
         self._audit(self.keeper)
         self.recall = self.lent or Recall(config, edges, self.where.file("recall.db")
                                           if ledger is not None else "")
@@ -20799,7 +20831,7 @@ class Daemon:
         if self.plan is not None:
             threading.Thread(target=self._supervise, name="toki-engine",
                              daemon=True).start()
-        threading.Thread(target=self.keeper.watch, name="toki-watch",
+        threading.Thread(target=self.watcher.run, name="toki-watch",
                          daemon=True).start()
 
     def _audit(self, keeper: Keeper) -> None:
@@ -20807,7 +20839,7 @@ class Daemon:
         auditor = Auditor(keeper, self.config.audit)
         auditor.counts = keeper.audited
         keeper.on_answer.append(auditor.offer)
-        keeper.on_idle.append(auditor.step)
+        self.watcher.on_idle.append(auditor.step)
         keeper.on_attach = lambda old: canary(keeper, old)
         tried: set = set()
 
@@ -20819,7 +20851,7 @@ class Daemon:
             tried.add(shelf.namespace)
             certify(keeper)
             return True
-        keeper.on_idle.append(once)
+        self.watcher.on_idle.append(once)
 
     def url(self) -> str:
         return http_address(self.config.host, self.server.server_port)
@@ -20855,7 +20887,7 @@ class Daemon:
             end = self.edges.clock.now() + 5
             while keeper.open_count() and self.edges.clock.now() < end:
                 self.edges.clock.sleep(0.05)
-            keeper.save_all()
+            self.watcher.save_all()
             keeper.stop()
         if server is not None:
             server.server_close()
@@ -20875,7 +20907,7 @@ class Daemon:
 
 
 # ============================================================================
-# 60. STACK - up, down, status: engine and daemon as one thing.
+# 61. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
 #    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
 #    given_flags, model_setup.
@@ -21149,7 +21181,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 61. LAUNCH - start an agent, pinned to the model that runs here.
+# 62. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
@@ -21403,7 +21435,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 62. WIRED - a client's own configuration that points here until it is taken back.
+# 63. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21749,7 +21781,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 63. SERVICE - toki as a service of this user: install, remove, status.
+# 64. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
 #    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -21863,7 +21895,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 64. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 65. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22504,7 +22536,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 65. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 66. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -23146,7 +23178,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 66. TOP - what runs, what is held and what each ask cost, live.
+# 67. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23390,7 +23422,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 67. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 68. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23907,7 +23939,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 68. BENCH - toki's own cost, soak, and the everyday situations.
+# 69. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
 #    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
 #    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
@@ -24437,7 +24469,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 69. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 70. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
@@ -24741,7 +24773,7 @@ class Bench:
 
 
 # ============================================================================
-# 70. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 71. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -25025,7 +25057,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 71. DOCTOR - is everything fit, and if not, what to do.
+# 72. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
 #    safe_log, bundle.
 # ============================================================================
@@ -25211,7 +25243,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 72. PAGE - the web page as one readable text.
+# 73. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26954,7 +26986,7 @@ loadModels();
 
 
 # ============================================================================
-# 73. WEB - a second door to a running daemon, with TLS, for browsers.
+# 74. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -27101,7 +27133,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 74. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+# 75. COMMANDS - how a subcommand is declared; those of the stack and its clients.
 #    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
 #    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
@@ -27406,7 +27438,7 @@ def cmd_doctor(c: Context) -> int:
 
 
 # ============================================================================
-# 75. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+# 76. CATALOG - `toki model`: fetch, import, list, check, use and remove.
 #    uses: everything above.  offers: use_by_name, model_install_llama,
 #    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
 # ============================================================================
@@ -27703,7 +27735,7 @@ subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
 
 
 # ============================================================================
-# 76. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+# 77. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
 #    uses: everything above.  offers: cmd_bench, cmd_simulate.
 # ============================================================================
 @subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
@@ -27948,7 +27980,7 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
 
 
 # ============================================================================
-# 77. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+# 78. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
 #    uses: everything above.  offers: bare_toki.
 # ============================================================================
 _URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
@@ -28159,7 +28191,7 @@ def cmd_page(c: Context) -> int:
 
 
 # ============================================================================
-# 78. MAIN - settings, completion, version; the command line read and run.
+# 79. MAIN - settings, completion, version; the command line read and run.
 #    uses: everything above.  offers: main, completion_script.
 # ============================================================================
 @subcommand(JSON_ARG, settings=RUN_SETTINGS)
