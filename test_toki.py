@@ -11238,7 +11238,7 @@ class RealShelf(Real):
             lease = keeper.borrow(tokens)
             try:
                 toki._fill(keeper, lease, tokens[:cut])
-                snap = keeper.mover.save(lease.seat, "head", tokens[:cut], cut, -1)
+                snap = keeper.mover.save(lease.seat, "head", tokens[:cut], -1)
                 resident = toki._generate(keeper, lease, tokens, True)
                 keeper.shelf.use(snap.id)
                 self.assertTrue(keeper.mover.restore(lease, snap.id))

@@ -14649,7 +14649,7 @@ class Mover:
             at, clean = stop, True
             sort = ends.get(stop, "") or ("head" if stop == cut else "")
             if sort:
-                self._keep(lease, lease.seat, sort, lease.prompt.tokens[:stop], stop,
+                self._keep(lease, lease.seat, sort, lease.prompt.tokens[:stop],
                            lease.seat)
             with self.lock:              # those who wait for it may go on
                 self.grant()
@@ -14674,9 +14674,8 @@ class Mover:
                     cuts.append(cut)
         return min(cuts, default=0)
 
-    def save(self, slot: int, sort: str, tokens: Tokens, held: int, holder: int,
-             label: str = "", pinned: bool = False, must: bool = False
-             ) -> Optional[Snap]:
+    def save(self, slot: int, sort: str, tokens: Tokens, holder: int, label: str = "",
+             pinned: bool = False, must: bool = False) -> Optional[Snap]:
         """Save a slot as a snapshot; None when it was not saved.
 
         `holder` is the slot that keeps holding it, -1 when it is given up.  Beyond the
@@ -14697,23 +14696,14 @@ class Mover:
             return None
         ms = _engine_ms(reply, "save_ms", (clock.now() - began) * 1000)
         saved = int(reply.get("n_saved") or 0)
-        size = int(reply.get("n_written") or 0)
-        shelf.moved(saved=size)
-        exact = shelf.tokens_in(name, saved)
-        trouble = ""
-        if saved < len(tokens):          # not what the book believed to be there
-            trouble = f"held {saved} tokens instead of {len(tokens)}"
-        elif exact is not None and common_prefix(exact, tokens) < len(tokens):
-            trouble = "held other tokens than the book said"
-        elif self.ability().kind == "window":
-            size = shelf.widen(name)
-            trouble = "" if size else "is no longer than its window"
+        written = int(reply.get("n_written") or 0)
+        shelf.moved(saved=written)
+        tokens, size, trouble = self._look_into(name, tokens, saved, written)
         if trouble:
             log.log(logging.DEBUG if "window" in trouble else logging.WARNING,
                     "slot %d %s; its snapshot is not kept", slot, trouble)
             shelf.remove(snap_id, name)
             return None
-        tokens = tokens if exact is None else exact
         snap = Snap(snap_id, name, sort, len(tokens), saved, size, clock.wall(),
                     label=label, pinned=pinned, disk=size)
         with self.lock:
@@ -14723,6 +14713,20 @@ class Mover:
             self.book.apply(Shelved(snap, tokens, holder))
         shelf.added(snap, tokens)
         return snap
+
+    def _look_into(self, name: str, tokens: Tokens, saved: int, size: int) -> tuple:
+        """(the tokens of a file just saved, its bytes, what is wrong with it): it must
+        hold what the book believes.  What cannot be read is believed."""
+        exact = self.shelf.tokens_in(name, saved)
+        trouble = ""
+        if saved < len(tokens):
+            trouble = f"held {saved} tokens instead of {len(tokens)}"
+        elif exact is not None and common_prefix(exact, tokens) < len(tokens):
+            trouble = "held other tokens than the book said"
+        elif self.ability().kind == "window":
+            size = self.shelf.widen(name)
+            trouble = "" if size else "is no longer than its window"
+        return tokens if exact is None else exact, size, trouble
 
     def put_away(self, slot: Slot, tokens: Tokens, holder: int, both: bool = False
                  ) -> Optional[Snap]:
@@ -14735,13 +14739,11 @@ class Mover:
             prices.turns or both and prices.returned < 0.95)
         whole = None
         if both or not cuts:
-            whole = self.save(slot.slot, "context", tokens, slot.size + slot.tail,
-                              holder)
+            whole = self.save(slot.slot, "context", tokens, holder)
         if cuts:
             with contextlib.suppress(TokiError):
                 self._cut_back(slot.slot, tokens[:slot.turn])
-                return self.save(slot.slot, "turn", tokens[:slot.turn], slot.turn,
-                                 holder) or whole
+                return self.save(slot.slot, "turn", tokens[:slot.turn], holder) or whole
         return whole
 
     def _cut_back(self, number: int, tokens: Tokens) -> None:
@@ -14754,10 +14756,10 @@ class Mover:
                 self.spent(timings.prompt_n + timings.predicted_n)
                 self.book.apply(Computed(timings.prompt_n))
 
-    def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, held: int,
-              holder: int) -> int:
+    def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, holder: int
+              ) -> int:
         "Save for an ask, which is told what it cost; the snapshot's id or 0."
-        snap = self.save(slot, sort, tokens, held, holder)
+        snap = self.save(slot, sort, tokens, holder)
         lease.saved_bytes += snap.n_bytes if snap else 0
         return snap.id if snap else 0
 
@@ -14765,12 +14767,11 @@ class Mover:
         "Save another slot; it keeps what it holds and is free again afterwards."
         donor, snap_id = lease.plan.donor, 0
         with self.lock:
-            holder, s = (self.book.life, donor), self.book.slots[donor]
+            holder = self.book.life, donor
             tokens = self.book.trie.tokens(holder) if holder in self.book.trie else None
         try:
             if tokens is not None:
-                snap_id = self._keep(lease, donor, "context", tokens, s.size + s.tail,
-                                     donor)
+                snap_id = self._keep(lease, donor, "context", tokens, donor)
             if snap_id:
                 self.shelf.use(snap_id)
                 lease.pinned = snap_id
@@ -14786,21 +14787,10 @@ class Mover:
         "Move a snapshot into the leased slot; a refused one is dropped for good."
         with self.lock:
             snap = self.book.snaps.get(snap_id)
-        wrong = "it was evicted" if snap is None else self.shelf.fit(snap)
-        began = self.edges.clock.now()
+        wrong, ms = "it was evicted", 0.0
         try:
-            if not wrong:
-                try:
-                    reply = self.engine.json(
-                        "POST", f"/slots/{lease.seat}?action=restore",
-                        {"filename": snap.name}, timeout=600)
-                    if int(reply.get("n_restored") or 0) != snap.held:
-                        wrong = f"{reply.get('n_restored')} tokens came instead of " \
-                                f"{snap.held}"
-                except EngineGone:
-                    raise
-                except TokiError as error:
-                    wrong = error.message
+            if snap is not None:
+                wrong, ms = self._load(lease.seat, snap)
         finally:
             self.shelf.done(snap_id)
             lease.pinned = 0
@@ -14810,18 +14800,38 @@ class Mover:
             self._count("refused_restores")
             self.erase(lease)
             if snap is not None:
-                with self.lock:
-                    self.book.apply(Unshelved(snap_id))
-                self.shelf.remove(snap_id, snap.name)
+                self.stock.drop(snap_id)
             return False
-        ms = _engine_ms(reply, "restore_ms", (self.edges.clock.now() - began) * 1000)
+        self._restored(lease, snap, ms)
+        return True
+
+    def _load(self, seat: int, snap: Snap) -> tuple:
+        "(why the engine did not take it whole, '' when it did; ms that it took)"
+        wrong = self.shelf.fit(snap)
+        if wrong:
+            return wrong, 0.0
+        began = self.edges.clock.now()
+        try:
+            reply = self.engine.json("POST", f"/slots/{seat}?action=restore",
+                                     {"filename": snap.name}, timeout=600)
+        except EngineGone:
+            raise
+        except TokiError as error:
+            return error.message, 0.0
+        came = reply.get("n_restored")
+        if int(came or 0) != snap.held:
+            return f"{came} tokens came instead of {snap.held}", 0.0
+        return "", _engine_ms(reply, "restore_ms",
+                              (self.edges.clock.now() - began) * 1000)
+
+    def _restored(self, lease: Lease, snap: Snap, ms: float) -> None:
+        "Tell book, shelf and lease what a restore has brought and cost."
         with self.lock:
-            book = self.book
-            if snap_id in book.snaps:
-                book.snaps[snap_id] = book.snaps[snap_id]._replace(verified=True)
-                book.apply(Restored(lease.seat, snap_id))
+            book, c = self.book, self.book.counters
+            if snap.id in book.snaps:
+                book.snaps[snap.id] = book.snaps[snap.id]._replace(verified=True)
+                book.apply(Restored(lease.seat, snap.id))
             book.rates.moved("restore", snap.held, ms)
-            c = book.counters
             c.restores, c.restored_bytes = c.restores + 1, \
                 c.restored_bytes + snap.n_bytes
             saved = lease.plan.expect * (book.rates.prefill_ms or 0) - ms
@@ -14829,8 +14839,7 @@ class Mover:
         lease.restored_bytes += snap.n_bytes
         lease.moved = "fork" if lease.plan.donor >= 0 or snap.sort == "head" \
             else "shelf"
-        self.shelf.touched(snap_id, max(0.0, saved))
-        return True
+        self.shelf.touched(snap.id, max(0.0, saved))
 
     def wait_until_free(self, lease: Lease, patience_s: float,
                         open_count: Callable[[], int]) -> Optional[int]:
@@ -15026,6 +15035,7 @@ class Accounts:
 #    offers: Keeper.
 # ============================================================================
 _REGRET_MS = 50.0            # less is noise
+_CLIENTS_KNOWN = 4096        # whose turn it was last
 
 class _Ticket:
     "One ask waiting for a slot."
@@ -15079,7 +15089,7 @@ class Keeper:
         self.phantom = threading.Event() # a hit failed: look for foreign traffic now
         self.nudge = threading.Event()   # wakes the watching thread
         self.ready_at = 0.0
-        self.ended_at = 0.0             # its counters trail a reply by a moment
+        self.ended_at = 0.0              # its counters trail a reply by a moment
         self.stopping = threading.Event()
         self.started = edges.clock.wall()
         self.on_answer: list = []        # called with (request, tokens reused)
@@ -15110,11 +15120,7 @@ class Keeper:
             if not self.engine.healthy():
                 self.state = "absent"
                 return False
-            info = self.engine.probe()
-            spent = 0
-            if not self.managed and not self._others_at_work():
-                spent = self.engine.probe_unified()
-                info = self.engine.info or info
+            info, spent = self._probe()
         except TokiError as error:
             self.state, self.trouble = "absent", error.message
             return False
@@ -15125,13 +15131,7 @@ class Keeper:
             self.state, self.trouble = "ready", ""
             self.ready_at = self.edges.clock.now()
             self.book.counters.own_tokens += spent
-        known = self.kept_rates.recall(self.identity.namespace())
-        with self.lock:
-            self.book.rates.recall(known)
-        try:
-            self.stock.open(info, None if self.managed else self.on_attach)
-        except Exception:                # asks are served without it
-            log.exception("the shelf could not be opened")
+        self._recall(info)
         self.up.set()
         log.info("engine %s ready: %s, %d slots of %d tokens, %s memory%s%s",
                  self.engine.url, info.model, info.n_slots, info.n_ctx, info.kind,
@@ -15141,16 +15141,28 @@ class Keeper:
             self._grant_locked()
         return True
 
+    def _probe(self) -> tuple:
+        "(what the engine is, tokens that it computed for the answer)"
+        info, spent = self.engine.probe(), 0
+        if not self.managed and not (
+                info.metrics and requests_in(self.engine.metrics())):
+            spent = self.engine.probe_unified()
+        return self.engine.info or info, spent
+
+    def _recall(self, info: EngineInfo) -> None:
+        "What earlier lives of this engine have left: rates and a shelf."
+        known = self.kept_rates.recall(self.identity.namespace())
+        with self.lock:
+            self.book.rates.recall(known)
+        try:
+            self.stock.open(info, None if self.managed else self.on_attach)
+        except Exception:                # asks are served without it
+            log.exception("the shelf could not be opened")
+
     def keep_rates(self) -> None:
         "What was measured, for the next life."
         if self.engine.info and self.book.rates.prefill_ms:
             self.kept_rates.keep(self.identity.namespace(), self.book.rates.as_dict())
-
-    def _others_at_work(self) -> bool:
-        info = self.engine.info
-        if info is None or not info.metrics:
-            return False
-        return requests_in(self.engine.metrics()) > 0
 
     def lost(self, why: str) -> None:
         "The engine is gone: nothing is in any slot, new asks wait for its return."
@@ -15238,26 +15250,9 @@ class Keeper:
         `tick` is called several times a second while waiting; it may raise to give
         up.  Raises Busy when too many wait.
         """
-        now = self.edges.clock.now()
         with self.lock:
             self.arriving -= arrives
-            c = self.config
-            if len(self.tickets) >= c.max_queue:
-                self.book.counters.refused += 1
-                raise Busy(f"{len(self.tickets)} asks wait for a slot already",
-                           "ask again, or raise max_queue", code="overloaded",
-                           retry_s=self._queue_s_locked())
-            mine = self.open_by_client.get(request.client, 0)
-            if c.max_per_client and mine >= c.max_per_client:
-                self.book.counters.refused += 1
-                raise Busy(f"this client has {mine} asks open; the limit is "
-                           f"{c.max_per_client}", "wait for one to end", status=429,
-                           code="rate_limit_exceeded", retry_s=1)
-            self.open_by_client[request.client] = mine + 1
-            self.asks = self.number()
-            ticket = _Ticket(self.asks, request, prompt,
-                             len(prompt.tokens) if prompt else 0, now)
-            self.tickets.append(ticket)
+            ticket = self._queue_locked(request, prompt)
             self._grant_locked()
         try:
             waited = False
@@ -15280,6 +15275,27 @@ class Keeper:
             self._count("waited")
         assert ticket.lease is not None
         return ticket.lease
+
+    def _queue_locked(self, request: Request, prompt: Optional[Prompt]) -> _Ticket:
+        "A place in the queue; Busy when it is full, or this client's share of it."
+        assert self.lock.held()
+        c, mine = self.config, self.open_by_client.get(request.client, 0)
+        if len(self.tickets) >= c.max_queue:
+            self.book.counters.refused += 1
+            raise Busy(f"{len(self.tickets)} asks wait for a slot already",
+                       "ask again, or raise max_queue", code="overloaded",
+                       retry_s=self._queue_s_locked())
+        if c.max_per_client and mine >= c.max_per_client:
+            self.book.counters.refused += 1
+            raise Busy(f"this client has {mine} asks open; the limit is "
+                       f"{c.max_per_client}", "wait for one to end", status=429,
+                       code="rate_limit_exceeded", retry_s=1)
+        self.open_by_client[request.client] = mine + 1
+        self.asks = self.number()
+        ticket = _Ticket(self.asks, request, prompt,
+                         len(prompt.tokens) if prompt else 0, self.edges.clock.now())
+        self.tickets.append(ticket)
+        return ticket
 
     def _queue_s_locked(self) -> float:
         "Seconds until a slot is likely free, at least 1."
@@ -15318,56 +15334,70 @@ class Keeper:
                     return                   # no idle slot at all: nobody can run
 
     def _try_locked(self, ticket: _Ticket) -> bool:
-        now = self.edges.clock.now()
-        book, request, prompt = self.book, ticket.request, ticket.prompt
-        ability = self.ability()
-        options = book.options(request, prompt, now,
-                               pool_size(self.config.pool, ability.n_slots))
-        exact = must_extend(ability)
-        snaps = book.snap_matches(prompt, exact) \
-            if prompt is not None and ability.files else ()
-        shared = book.shared(prompt) if prompt is not None and exact else ()
-        plan = decide(request, ticket.n, options, ability, book.rates, book.counters,
-                      (now - ticket.since) * 1000, snaps, prompt, shared)
-        if plan.action == "wait" and plan.source == "fork" and (
-                ticket.plan is None or ticket.plan.source != "fork"):
-            book.counters.head_waits += 1
-        ticket.plan = plan
+        "Plan an ask anew; it gets its slot unless the plan is to wait."
+        assert self.lock.held()
+        book, before, now = self.book, ticket.plan, self.edges.clock.now()
+        options = book.options(ticket.request, ticket.prompt, now,
+                               pool_size(self.config.pool, self.ability().n_slots))
+        plan = ticket.plan = self._plan_locked(ticket, options, now)
         if plan.action == "wait":
+            if plan.source == "fork" and (before is None or before.source != "fork"):
+                book.counters.head_waits += 1
             return False
         seat = plan.slot
         if seat < 0:
             seat = next(o.slot.slot for o in options if not o.slot.busy)
             book.counters.unpinned += 1
-        if prompt is not None and plan.slot >= 0:
-            known = book.returning(prompt)
-            if known and known.gamble and plan.expect < len(
-                    book.past.tokens(known.ask)) - BLOCK:
-                book.counters.gambles_lost += 1
-        pinned_prompt = prompt if plan.slot >= 0 else None
-        holder, victim = (book.life, seat), book.slots[seat]
-        old = (victim, book.trie.tokens(holder)) if holder in book.trie else None
-        lead = max((*plan.heads, plan.turn))
-        if pinned_prompt is not None and (plan.stops or lead) and exact:
-            lead = ticket.n              # it stops wherever somebody leaves it
-        book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
+        ticket.lease = self._lease_locked(ticket, plan, seat, now)
+        self._served_locked(ticket.request.client)
+        self.tickets.remove(ticket)
+        ticket.granted.set()
+        return True
+
+    def _plan_locked(self, ticket: _Ticket, options: list, now: float) -> Plan:
+        book, prompt, ability = self.book, ticket.prompt, self.ability()
+        exact = must_extend(ability)
+        snaps = book.snap_matches(prompt, exact) \
+            if prompt is not None and ability.files else ()
+        shared = book.shared(prompt) if prompt is not None and exact else ()
+        return decide(ticket.request, ticket.n, options, ability, book.rates,
+                      book.counters, (now - ticket.since) * 1000, snaps, prompt, shared)
+
+    def _lease_locked(self, ticket: _Ticket, plan: Plan, seat: int, now: float
+                      ) -> Lease:
+        "The slot is this ask's now, and so is all that its plan needs beside it."
+        book, prompt = self.book, ticket.prompt if plan.slot >= 0 else None
+        lease = Lease(self, ticket.ask, ticket.request, ticket.prompt, plan, seat,
+                      book.life, (now - ticket.since) * 1000)
+        holder, lead = (book.life, seat), max((*plan.heads, plan.turn))
+        if holder in book.trie:
+            lease.victim = book.slots[seat], book.trie.tokens(holder)
+        if prompt is not None:
+            self._count_gamble_locked(prompt, plan)
+            if (plan.stops or lead) and must_extend(self.ability()):
+                lead = ticket.n          # it stops wherever somebody leaves it
+        book.apply(Dispatched(seat, ticket.ask, ticket.request, prompt, plan.expect,
                               plan.gamble, now, lead))
-        self.grants += 1
-        self.last_grant[request.client] = self.grants
-        if len(self.last_grant) > 4096:
-            del self.last_grant[min(self.last_grant, key=self.last_grant.get)]
         self.began += 1
-        ticket.lease = Lease(self, ticket.ask, request, prompt, plan, seat, book.life,
-                             (now - ticket.since) * 1000)
-        ticket.lease.victim = old
         if plan.donor >= 0:              # nobody may run there while it is saved
             book.slots[plan.donor] = book.slots[plan.donor]._replace(busy=ticket.ask)
         if plan.snap and self.shelf is not None:
             self.shelf.use(plan.snap)
-            ticket.lease.pinned = plan.snap
-        self.tickets.remove(ticket)
-        ticket.granted.set()
-        return True
+            lease.pinned = plan.snap
+        return lease
+
+    def _count_gamble_locked(self, prompt: Prompt, plan: Plan) -> None:
+        "A reply that was to come back as it went out, and did not."
+        known = self.book.returning(prompt)
+        if known and known.gamble and plan.expect < len(
+                self.book.past.tokens(known.ask)) - BLOCK:
+            self.book.counters.gambles_lost += 1
+
+    def _served_locked(self, client: str) -> None:
+        self.grants += 1
+        self.last_grant[client] = self.grants
+        if len(self.last_grant) > _CLIENTS_KNOWN:
+            del self.last_grant[min(self.last_grant, key=self.last_grant.get)]
 
     def _leave_locked(self, request: Request) -> None:
         left = self.open_by_client.get(request.client, 1) - 1
@@ -15703,7 +15733,7 @@ class Watcher:
                 if ending:               # nobody goes on in this slot
                     mover.put_away(s, tokens, -1, both=True)
                 else:
-                    mover.save(number, "context", tokens, s.size + s.tail, number)
+                    mover.save(number, "context", tokens, number)
             finally:
                 # Also when it failed: not tried again until it changes.
                 with keeper.lock:
@@ -15821,7 +15851,7 @@ def _trial(keeper: Keeper, lease: Lease, tokens: Tokens) -> Trial:
     control, control_text, _ = _generate(keeper, lease, tokens, True)
     _fill(keeper, lease, tokens[:cut])
     kept, restored, restored_text = 0, fresh, text
-    snap = keeper.mover.save(lease.seat, "head", tokens[:cut], cut, -1,
+    snap = keeper.mover.save(lease.seat, "head", tokens[:cut], -1,
                              label="toki-check")
     if snap is not None:
         keeper.mover.erase(lease)
@@ -15890,7 +15920,7 @@ def prove_fork(keeper: Keeper) -> dict:
         held.callback(keeper.hand_back, source, 0)
         target = source
         _fill(keeper, source, tokens[:cut])
-        snap = keeper.mover.save(source.seat, "head", tokens[:cut], cut, -1,
+        snap = keeper.mover.save(source.seat, "head", tokens[:cut], -1,
                                  label="toki-check")
         if snap is None:
             raise TokiError("the snapshot was not saved", "see `toki logs`")
@@ -15930,7 +15960,7 @@ def canary(keeper: Keeper, old: bool) -> bool:
                     and _largest_gap(before, out) <= 4 * _NOISE
             return False
         _fill(keeper, lease, tokens)
-        snap = keeper.mover.save(lease.seat, "head", tokens, n, -1, "toki-canary", True)
+        snap = keeper.mover.save(lease.seat, "head", tokens, -1, "toki-canary", True)
         if snap is not None:
             out, _, _ = _generate(keeper, lease, tokens + tokens[:4], True)
             shelf.set_canary({"id": snap.id, "positions": [(i, p) for i, p, _ in out]})
@@ -16087,9 +16117,9 @@ class Desk:
         with self.keeper.resting(number) as held:
             if not held:
                 return held
-            slot, tokens = held
-            return self.keeper.mover.save(number, "context", tokens, slot.size
-                                          + slot.tail, number, label, True) or ()
+            _, tokens = held
+            return self.keeper.mover.save(number, "context", tokens, number, label,
+                                          True) or ()
 
     def _restore(self, body: dict) -> dict:
         ref = self._ref(body)
@@ -16165,7 +16195,7 @@ class Desk:
             if lease.ends[-1:] != [end]:
                 keeper.mover.prefill(lease, end, quiet)
             held, spent = end, lease.side
-            snap = keeper.mover.save(lease.seat, "head", prompt.tokens[:end], end,
+            snap = keeper.mover.save(lease.seat, "head", prompt.tokens[:end],
                                      lease.seat, pinned=True, must=True)
         finally:
             keeper.hand_back(lease, held)
