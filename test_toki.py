@@ -7960,7 +7960,7 @@ class ForestRoom(Case):
         for other in ([], [toki.Held("slot 1", held[0].tokens)],
                       [toki.Held("slot 0", tokens(1, 2, 4))]):
             self.assertEqual(forest.draw(other), toki.prefix_forest(other))
-        self.assertEqual(forest.draw(held), first)
+            self.assertEqual(forest.draw(held), first)
 
 
 class FeedRoom(Case):
