@@ -4592,6 +4592,7 @@ class ShelfRoom(ShelfCase):
             with self.subTest(kind):
                 state, folder = self.folder(), self.folder()
                 fake, d, c = self.rig(kind, state=state, folder=folder)
+                d.keeper.book.rates.prefill_ms = 0.5      # no save in mid-turn
                 h = [{"role": "user", "content": say(1, 300)}]
                 for n in range(4):
                     c.chat(h, 12)
@@ -4599,6 +4600,7 @@ class ShelfRoom(ShelfCase):
                           {"role": "user", "content": say(10 + n, 60)}]
                 self.assertLess(d.keeper.book.rates.returned, 0.5)
                 size = c.chat(h, 12)["cache"]["prompt_tokens"]
+                d.watcher.save_idle(0.5)         # with its reply, while nobody asks
                 d.watcher.save_all()
                 d.close()
                 fake.kill()

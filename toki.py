@@ -5512,6 +5512,7 @@ class Slot(NamedTuple):
     came: int = 0            # what it reuses if the last reply comes back as it went
     rewound: bool = False    # cut since it was filled: its window has gaps
     turn: int = 0            # of `size`, tokens that the next turn is sure to extend
+    turned: int = 0          # ... and those of them that a snapshot ends within
 
 
 class Snap(NamedTuple):
@@ -5802,7 +5803,7 @@ class Book:
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
             e.lead, self._parent(e.request), came,
             bool(kept) and (old.rewound or kept < old.size),
-            min(e.prompt.end, size - 1) if e.prompt else 0)
+            min(e.prompt.end, size - 1) if e.prompt else 0, min(old.turned, kept))
 
     def _parent(self, request: Request) -> str:
         """The conversation that waits while this ask runs: the first agent of its
@@ -5898,7 +5899,9 @@ class Book:
             if s.tail and e.snap.size == s.size + s.tail:    # the file told the rest
                 self.trie.insert(holder, e.tokens)
                 s = s._replace(size=e.snap.size, ready=e.snap.size, tail=0)
-            self.slots[e.slot] = s._replace(shelved=max(s.shelved, e.snap.size))
+            within = e.snap.size if e.snap.size <= s.turn else 0
+            self.slots[e.slot] = s._replace(shelved=max(s.shelved, e.snap.size),
+                                            turned=max(s.turned, within))
 
     def _on_unshelved(self, e: Unshelved) -> None:
         if self.snaps.pop(e.id, None) is not None:
@@ -5913,13 +5916,14 @@ class Book:
     def _on_restored(self, e: Restored) -> None:
         snap, s = self.snaps[e.id], self.slots[e.slot]
         self.snaps[e.id] = snap._replace(uses=snap.uses + 1)
+        kept = min(snap.size, s.ready)
         self.slots[e.slot] = s._replace(restored=snap.held, marks=(), came=0,
-                                        rewound=False, shelved=min(snap.size, s.ready))
+                                        rewound=False, shelved=kept, turned=kept)
 
     def _on_emptied(self, e: Emptied) -> None:
         s = self.slots[e.slot]
         self.slots[e.slot] = s._replace(restored=0, shelved=0, marks=(), ready=0,
-                                        came=0, rewound=False)
+                                        came=0, rewound=False, turned=0)
 
     def _on_computed(self, e: Computed) -> None:
         self.counters.computed_tokens += e.n_tokens
@@ -6155,6 +6159,11 @@ class Prices(NamedTuple):
     returned: float = _RETURNED          # chance that a reply comes back as it went
 
     @property
+    def sure(self) -> bool:
+        "Do replies always come back as they went?"
+        return self.returned >= 0.95
+
+    @property
     def turns(self) -> bool:
         """Are slots cut back to the end of their turn before they are saved, since
         replies seldom come back as they went (thoughts left out, other tokens)?"""
@@ -6323,9 +6332,10 @@ def _exact_victim(ability: Ability, o: Option, kept: int, p: float,
     and serves when that comes back as it went.  Neither serves who leaves elsewhere.
     """
     s = o.slot
-    unshelved = max(0, s.size - max(s.shelved, kept)) + s.tail
+    shelved = s.turned if prices.turns and s.turn else s.shelved
+    unshelved = max(0, s.size - max(shelved, kept)) + s.tail
     held, back = unshelved * prices.prefill, prices.restoring(s.size)
-    as_it_is = p * (held + (back if s.shelved else 0))
+    as_it_is = p * (held + (back if shelved else 0))
     cut_back = prices.turns and s.turn
     risk = _RISK if cut_back else max(_RISK, 1 - prices.returned)
     saved = prices.saving(s.size + s.tail) + p * (back + risk * held) + (
@@ -6334,7 +6344,7 @@ def _exact_victim(ability: Ability, o: Option, kept: int, p: float,
                                 or s.size + s.tail > ability.window)
     if counts and s.klass != "oneshot" and saved < as_it_is * 0.8:
         return saved, True, 0
-    return as_it_is, False, 0 if s.shelved >= s.size - BLOCK else unshelved
+    return as_it_is, False, 0 if shelved >= s.size - BLOCK else unshelved
 
 
 def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
@@ -6405,12 +6415,12 @@ def _best_idle(bids: list) -> _Bid:
 def decide(request: Request, n: int, options: Sequence[Option], ability: Ability,
            rates: Rates, counters: Counters, waited_ms: float = 0,
            snaps: Sequence[tuple] = (), prompt: Optional[Prompt] = None,
-           shared: Sequence[int] = ()) -> Plan:
+           shared: Sequence[int] = (), crowd: bool = False) -> Plan:
     """Choose slot and source for an ask of `n` prompt tokens (0: unknown) that has
     waited `waited_ms` already.
 
     `snaps` are the shelf's matches, `shared` how many tokens this prompt shares with
-    the known ones most like it, longest first.
+    the known ones most like it, longest first; `crowd`: other asks come just now.
     Conversations that share a head get slots of their own while any is free or
     worthless: cutting a tail saves the head once and costs that tail every turn.
     """
@@ -6448,7 +6458,7 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
                 not best.snap and best.donor < 0
                 and incomplete(ability, o.slot, min(o.match, n - 1)),
                 heads, turn, _pauses(ability, request, prompt, best, heads, shared,
-                                     prices),
+                                     crowd, prices),
                 _why(request, n, best, bids), best.own_ms,
                 min((b.own_ms for b in bids if b is not best), default=0.0)
                 if rates.prefill_ms is not None else 0.0)
@@ -6506,7 +6516,7 @@ def _worthy(prompt: Prompt, known: int, prices: Prices) -> list:
     again, out = min(4.0, prompt.left / 4), []
     for end in prompt.bounds:
         gain = (end - max([known, *out])) * prices.prefill * again
-        if end > known and gain > prices.saving(end):
+        if end > known and gain > prices.saving(end) + prices.stop:
             out.append(end)
     return out
 
@@ -6529,18 +6539,18 @@ def _leader(ability: Ability, request: Request, options: Sequence[Option],
 
 
 def _pauses(ability: Ability, request: Request, prompt: Optional[Prompt], best: _Bid,
-            heads: tuple, shared: Sequence[int], prices: Prices) -> tuple:
+            heads: tuple, shared: Sequence[int], crowd: bool, prices: Prices) -> tuple:
     """Where to stop without saving, where slots cannot be shared or rewound.
 
-    Just behind the header of the last user message sub-agents that start at once leave
-    the context of their parent.  Where many known prompts left this one, the engine's
-    checkpoint serves the next that does.
+    In a crowd just behind the header of the last user message: there sub-agents that
+    start at once leave the context of their parent.  Where many known prompts left this
+    one, the engine's checkpoint serves the next that does.
     """
     if not must_extend(ability) or prompt is None or request.raw \
             or request.klass == "oneshot":
         return ()
     stops, n = [], len(prompt.tokens)
-    if ability.files and not heads and len(prompt.users) > 1:
+    if crowd and ability.files and not heads and len(prompt.users) > 1:
         end = prompt.users[-1] + 2
         if best.reach <= end < n and end >= _HEAD_MIN:
             stops.append(end)
@@ -14735,10 +14745,10 @@ class Mover:
         always come back); None when it was not saved."""
         with self.lock:
             prices = Prices.of(self.book.rates)
-        cuts = slot.turn > slot.shelved and must_extend(self.ability()) and (
-            prices.turns or both and prices.returned < 0.95)
+        cuts = slot.turn > slot.turned and must_extend(self.ability()) and (
+            prices.turns or both and not prices.sure)
         whole = None
-        if both or not cuts:
+        if slot.size > slot.shelved and (both or not cuts):
             whole = self.save(slot.slot, "context", tokens, holder)
         if cuts:
             with contextlib.suppress(TokiError):
@@ -15361,7 +15371,8 @@ class Keeper:
             if prompt is not None and ability.files else ()
         shared = book.shared(prompt) if prompt is not None and exact else ()
         return decide(ticket.request, ticket.n, options, ability, book.rates,
-                      book.counters, (now - ticket.since) * 1000, snaps, prompt, shared)
+                      book.counters, (now - ticket.since) * 1000, snaps, prompt, shared,
+                      self.arriving > 0 or len(self.tickets) > 1)
 
     def _lease_locked(self, ticket: _Ticket, plan: Plan, seat: int, now: float
                       ) -> Lease:
@@ -15621,7 +15632,7 @@ class Keeper:
 
 # ============================================================================
 # 46. WATCH - beside the asks: is the engine well, who else uses it, what to save?
-#    uses: WORDS, TOKENS, DECIDE, EDGES, KEEPER.  offers: Watcher, look_after.
+#    uses: WORDS, TOKENS, BOOK, DECIDE, EDGES, KEEPER.  offers: Watcher, look_after.
 # ============================================================================
 _LOOK_S, _LOOK_SOON_S = 2.0, 0.25    # between looks at a ready engine, at another one
 _P_LOSS = 0.1                # chance that a slot is lost before its next turn
@@ -15721,8 +15732,7 @@ class Watcher:
         """
         keeper, mover, ending = self.keeper, self.keeper.mover, p_loss >= 1
         with keeper.lock:
-            number = self._most_unsaved_locked(p_loss, BLOCK // 4 if ending
-                                               else 2 * BLOCK)
+            number = self._most_unsaved_locked(p_loss, ending)
         if number < 0:
             return False
         with keeper.resting(number) as held:
@@ -15739,11 +15749,12 @@ class Watcher:
                 with keeper.lock:
                     if life == keeper.book.life:
                         now = keeper.book.slots[number]
-                        keeper.book.slots[number] = now._replace(shelved=now.size)
+                        keeper.book.slots[number] = now._replace(
+                            shelved=now.size, turned=now.turn if ending else now.turned)
         return True
 
-    def _most_unsaved_locked(self, p_loss: float, least: int) -> int:
-        "The slot of at least so many unsaved tokens that is worth it, -1 for none."
+    def _most_unsaved_locked(self, p_loss: float, ending: bool) -> int:
+        "The slot of most unsaved tokens that are worth a save, -1 for none."
         keeper = self.keeper
         assert keeper.lock.held()
         ability = keeper.ability() if keeper.state == "ready" else None
@@ -15753,11 +15764,15 @@ class Watcher:
         prices = Prices.of(keeper.book.rates)
         quiet = self.clock.now() - keeper.ended_at
         p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
+        least = BLOCK // 4 if ending else 2 * BLOCK
+        turns = ending and must_extend(ability) and not prices.sure
+
+        def unsaved(s: Slot) -> int:
+            return max(s.size - s.shelved, s.turn - s.turned if turns else 0)
         waiting = [s for s in keeper.book.slots if not s.busy and not s.opaque
-                   and s.size - s.shelved >= least and s.klass != "oneshot"
-                   and (s.size - s.shelved) * prices.prefill * p_loss
-                   > prices.saving(s.size)]
-        return max(waiting, key=lambda s: s.size - s.shelved).slot if waiting else -1
+                   and unsaved(s) >= least and s.klass != "oneshot"
+                   and unsaved(s) * prices.prefill * p_loss > prices.saving(s.size)]
+        return max(waiting, key=unsaved).slot if waiting else -1
 
     def save_all(self, patience_s: float = 20) -> None:
         "Before the engine stops: everything worth keeping goes to the shelf."
