@@ -14674,6 +14674,7 @@ class Mover:
     def _cut_locked(self, lease: Lease, at: int, clean: bool) -> int:
         """The first place from `at` on where a waiting ask leaves this prompt and no
         snapshot serves it, 0 for none.  `clean`: the slot holds no more than `at`."""
+        assert self.lock.held()
         cuts, ability = [], self.ability()
         for p in self.waiting():
             cut = common_prefix(p.tokens, lease.prompt.tokens)
@@ -15309,6 +15310,7 @@ class Keeper:
 
     def _queue_s_locked(self) -> float:
         "Seconds until a slot is likely free, at least 1."
+        assert self.lock.held()
         left = [estimate_ms(self.book.rates, s) for s in self.book.slots if s.busy]
         known = [ms for ms in left if ms is not None]
         return max(1.0, min(known) / 1000) if known else 5.0
@@ -15365,6 +15367,7 @@ class Keeper:
         return True
 
     def _plan_locked(self, ticket: _Ticket, options: list, now: float) -> Plan:
+        assert self.lock.held()
         book, prompt, ability = self.book, ticket.prompt, self.ability()
         exact = must_extend(ability)
         snaps = book.snap_matches(prompt, exact) \
@@ -15377,6 +15380,7 @@ class Keeper:
     def _lease_locked(self, ticket: _Ticket, plan: Plan, seat: int, now: float
                       ) -> Lease:
         "The slot is this ask's now, and so is all that its plan needs beside it."
+        assert self.lock.held()
         book, prompt = self.book, ticket.prompt if plan.slot >= 0 else None
         lease = Lease(self, ticket.ask, ticket.request, ticket.prompt, plan, seat,
                       book.life, (now - ticket.since) * 1000)
@@ -15399,18 +15403,21 @@ class Keeper:
 
     def _count_gamble_locked(self, prompt: Prompt, plan: Plan) -> None:
         "A reply that was to come back as it went out, and did not."
+        assert self.lock.held()
         known = self.book.returning(prompt)
         if known and known.gamble and plan.expect < len(
                 self.book.past.tokens(known.ask)) - BLOCK:
             self.book.counters.gambles_lost += 1
 
     def _served_locked(self, client: str) -> None:
+        assert self.lock.held()
         self.grants += 1
         self.last_grant[client] = self.grants
         if len(self.last_grant) > _CLIENTS_KNOWN:
             del self.last_grant[min(self.last_grant, key=self.last_grant.get)]
 
     def _leave_locked(self, request: Request) -> None:
+        assert self.lock.held()
         left = self.open_by_client.get(request.client, 1) - 1
         if left > 0:
             self.open_by_client[request.client] = left
@@ -15427,38 +15434,44 @@ class Keeper:
         assert lease.open
         with self.lock:
             lease.open = False
-            book = self.book
-            ours = lease.life == book.life
-            pinned = lease.slot is not None and ours
-            before = book.counters.phantom_hits
-            if pinned:
-                slot = book.slots[lease.seat]
-                self._learn_locked(lease, timings)
-            book.apply(Settled(lease.seat if pinned else -1, lease.ask, lease.request,
-                               lease.prompt if pinned else None, timings,
-                               lease.plan.expect, self.edges.clock.now(), lease.side,
-                               tuple(lease.ends)))
-            if pinned and lease.prompt is not None and not book.slots[lease.seat].size \
-                    and slot.size:
-                log.warning("req=%d: the engine counted %d prompt tokens, toki %d; "
-                            "slot %d is believed empty", lease.ask,
-                            timings.cache_n + timings.prompt_n, slot.size, lease.seat)
-            if lease.vector is not None:
-                book.set_vector(lease.ask, lease.vector)
-            if ours and not pinned:
-                self._free_seat_locked(lease)
+            counters = self.book.counters
+            before = counters.phantom_hits
+            self._settle_locked(lease, timings)
             self.others.caused(timings.prompt_n + timings.predicted_n)
             if lease.moved:
                 self.stock.judge_restore_locked(lease.plan.expect,
                                                 timings.cache_n - lease.side)
             self._regret_locked(lease, timings)
-            if book.counters.phantom_hits > before and not self.managed:
+            if counters.phantom_hits > before and not self.managed:
                 self.phantom.set()
                 self.nudge.set()
             self._end_locked(lease)
 
+    def _settle_locked(self, lease: Lease, timings: Timings) -> None:
+        "The book after an ask: what its slot holds now, what it was like."
+        assert self.lock.held()
+        book, ours = self.book, lease.life == self.book.life
+        pinned = lease.slot is not None and ours
+        if pinned:
+            slot = book.slots[lease.seat]
+            self._learn_locked(lease, timings)
+        book.apply(Settled(lease.seat if pinned else -1, lease.ask, lease.request,
+                           lease.prompt if pinned else None, timings,
+                           lease.plan.expect, self.edges.clock.now(), lease.side,
+                           tuple(lease.ends)))
+        if pinned and lease.prompt is not None and not book.slots[lease.seat].size \
+                and slot.size:
+            log.warning("req=%d: the engine counted %d prompt tokens, toki %d; "
+                        "slot %d is believed empty", lease.ask,
+                        timings.cache_n + timings.prompt_n, slot.size, lease.seat)
+        if lease.vector is not None:
+            book.set_vector(lease.ask, lease.vector)
+        if ours and not pinned:
+            self._free_seat_locked(lease)
+
     def _regret_locked(self, lease: Lease, timings: Timings) -> None:
         "Judge the plan by what it took, against the estimate for the next best one."
+        assert self.lock.held()
         other = lease.plan.other_ms
         lease.regret_ms = lease.spent_ms + timings.prompt_ms - other if other else 0.0
         if lease.regret_ms > max(_REGRET_MS, other / 2):
@@ -15470,6 +15483,7 @@ class Keeper:
 
     def _learn_locked(self, lease: Lease, timings: Timings) -> None:
         "A hit that fell short may show another kind of memory than was believed."
+        assert self.lock.held()
         info = self.engine.info
         if info is None or self.engine.facts is not None or lease.request.raw:
             return
@@ -15528,6 +15542,7 @@ class Keeper:
 
     def _free_seat_locked(self, lease: Lease) -> None:
         "An unpinned ask sat on a slot's seat only to be counted."
+        assert self.lock.held()
         s = self.book.slots[lease.seat]
         if s.busy == lease.ask:
             self.book.slots[lease.seat] = Slot(lease.seat, uses=s.uses,
@@ -15535,6 +15550,7 @@ class Keeper:
 
     def _let_go_locked(self, lease: Lease, held: Optional[int]) -> None:
         "Without a settled reply: the slot holds `held` tokens now, None: unknown."
+        assert self.lock.held()
         if lease.life == self.book.life:
             if lease.slot is None:
                 self._free_seat_locked(lease)
@@ -15543,6 +15559,7 @@ class Keeper:
         self._end_locked(lease)
 
     def _end_locked(self, lease: Lease) -> None:
+        assert self.lock.held()
         self.ended += 1
         donor = lease.plan.donor
         if donor >= 0 and lease.life == self.book.life \
