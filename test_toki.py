@@ -4422,8 +4422,8 @@ class ShelfRoom(ShelfCase):
     def test_a_budget_smaller_than_a_snapshot(self):
         fake, d, c = self.rig(shelf_gb=0.000001)
         oracle, computed = self.agents(fake, c, 3, 2)
-        self.until(lambda: not d.keeper.book.snaps)
-        self.assertEqual([n for n in os.listdir(d.config.shelf_dir)], [])
+        self.until(lambda: not d.keeper.book.snaps
+                   and not os.listdir(d.config.shelf_dir))
 
     def test_the_least_valuable_is_evicted_first(self):
         fake, d, c = self.rig()
