@@ -2021,6 +2021,22 @@ class Texts(Case):
             if rnd.random() < 0.3:
                 turns[-1] = "edited " + turns[-1]
 
+    def test_markers_that_are_plain_text_are_found_at_token_edges(self):
+        "A known template on a model that has none: nobody made them control tokens."
+        text = "<|im_start|>user\nhé <|im_start|>x<|im_end|>\n<|im_start|>assistant\n"
+        raw, marker = text.encode(), "<|im_start|>"
+        pieces = [b"<bos>", b"<|im", b"_start|>", b"user", b"\nh", "é".encode()[:1],
+                  "é".encode()[1:], b" <|im_start|>", b"x<|im_end", b"|>", b"\n",
+                  b"<|im_start", b"|>assistant\n"]
+        self.assertEqual(b"".join(pieces[1:]), raw)
+        cuts = toki.plain_cuts(text, {marker}, pieces)   # the second is within a token
+        self.assertEqual([(text[c.start:c.end], c.index) for c in cuts],
+                         [(marker, 1), (marker, 11)])
+        self.assertEqual(text[cuts[1].end:], "assistant\n")
+        self.assertEqual(toki.plain_cuts(text, {marker}, pieces[:-1]), [])
+        self.assertEqual(toki.plain_cuts(text, (), pieces), [])
+        self.assertEqual(toki.plain_cuts("", {marker}, []), [])
+
     def test_a_half_control_token_is_no_place_to_cut(self):
         memory = toki.TextMemory(1 << 20)
         self.remember(memory, "<|im_start|>aaaa<|im_end|>\n<|im_start|>")

@@ -761,8 +761,8 @@ class Forest:
 
 # ============================================================================
 # 6. TEXTS - which part of this rendered prompt need not be tokenized again?
-#    uses: TOKENS, TRIE.  offers: Cut, find_cuts, control_candidates, TextMemory,
-#    Text, Shortcut.
+#    uses: TOKENS, TRIE.  offers: Cut, find_cuts, plain_cuts, control_candidates,
+#    TextMemory, Text, Shortcut.
 #
 #    Tokenizing 24,000 tokens takes the engine 50 ms, the new end of them 1 ms.  A
 #    tokenizer splits at control tokens before anything else, so a text may be cut
@@ -808,6 +808,26 @@ def find_cuts(text: str, tokens: Tokens, controls: dict) -> list:
     if [controls[m.group()] for m in found] != [tokens[i] for i in spots]:
         return []
     return [Cut(m.start(), m.end(), i) for m, i in zip(found, spots)]
+
+
+def plain_cuts(text: str, markers: Iterable[str], pieces: Sequence[bytes]) -> list:
+    """Where messages start when a template's markers are plain text to the tokenizer
+    (a known template on a model that has none): the markers that begin with a token.
+
+    `pieces` are the bytes of each token.  Good for finding places, not for cutting the
+    text, since tokens may join across them.  [] when the pieces do not spell the text.
+    """
+    raw, at, edges = text.encode(), 0, {}
+    added = bool(pieces) and not raw.startswith(pieces[0])   # a start token of its own
+    for i, piece in enumerate(pieces[added:], int(added)):
+        edges[at] = i
+        at += len(piece)
+    words = [m.encode() for m in markers]
+    if not words or b"".join(pieces[added:]) != raw:
+        return []
+    found = re.finditer(b"|".join(map(re.escape, words)), raw)
+    return [Cut(len(raw[:m.start()].decode()), len(raw[:m.end()].decode()),
+                edges[m.start()]) for m in found if m.start() in edges]
 
 
 class Text(NamedTuple):
@@ -12636,13 +12656,13 @@ class Engine:
             "content": content, "add_special": add_special,
             "parse_special": True})["tokens"]
 
-    def pieces(self, content: str) -> list:
-        "[(token, the text it stands for)]; no text for a part of a character."
+    def pieces(self, content: str, add_special: bool = False) -> list:
+        "[(token, the bytes it stands for)]"
         told = self.json("POST", "/tokenize", {
-            "content": content, "add_special": False, "parse_special": True,
+            "content": content, "add_special": add_special, "parse_special": True,
             "with_pieces": True})["tokens"]
-        return [(t["id"], t["piece"] if isinstance(t["piece"], str) else "")
-                for t in told]
+        return [(t["id"], t["piece"].encode() if isinstance(t["piece"], str)
+                 else bytes(t["piece"])) for t in told]
 
     def detokenize(self, tokens: Tokens) -> str:
         return self.json("POST", "/detokenize", {"tokens": list(tokens)}, 20)["content"]
@@ -14271,6 +14291,7 @@ class Prompter:
         "A new engine: what its tokenizer says is not known."
         self.texts = TextMemory(self.config.memory_mb << 19)
         self._opening: Optional[Tokens] = None       # of a reply, as history shows it
+        self._plain: Optional[set] = None    # markers that are no control tokens here
 
     def _count(self, name: str) -> None:
         with self.lock:
@@ -14401,8 +14422,16 @@ class Prompter:
 
     def _structured(self, prompt: Prompt, text: str, cuts: list) -> Prompt:
         "The prompt with what snapshots that must be extended exactly need to know."
-        if not must_extend(self.ability()) or not cuts:
+        if not must_extend(self.ability()):
             return prompt
+        if self._plain is None:
+            self._plain = self._plain_markers()
+        found = self._places(text, cuts)
+        if not found:
+            return prompt
+        if not cuts:
+            cuts, prompt = found, self._prompt(prompt.tokens, found, text,
+                                               prompt.hashes)
         with self.lock:
             left = self.book.passages(prompt)
         users = [i for i, c in enumerate(cuts) if c.index in prompt.users[-1:]]
@@ -14421,18 +14450,34 @@ class Prompter:
     def _reply_opening(self) -> Tokens:
         "The tokens that open a reply when it is asked for as well as in a history."
         if self._opening is None:
-            self._opening, texts, tokens = array("I"), [], []
+            self._opening, texts = array("I"), []
             with contextlib.suppress(TokiError):
                 for roles in ("user",), ("user", "assistant", "user"):
                     messages = [{"role": r, "content": "toki"} for r in roles]
                     texts.append(self.engine.render(
                         json.dumps({"messages": messages}).encode()))
-                    tokens.append(array("I", self.engine.tokenize(texts[-1], True)))
-                cuts = find_cuts(texts[0], tokens[0],
-                                 self.engine.learn_controls(texts[0]))
+                asked, told = (array("I", self.engine.tokenize(t, True)) for t in texts)
+                cuts = self._places(texts[0], find_cuts(
+                    texts[0], asked, self.engine.learn_controls(texts[0])))
                 if cuts:
-                    self._opening = tokens[0][cuts[-1].index:common_prefix(*tokens)]
+                    self._opening = asked[cuts[-1].index:common_prefix(asked, told)]
         return self._opening
+
+    def _plain_markers(self) -> set:
+        "The template's markers, where the tokenizer knows none of them."
+        with contextlib.suppress(TokiError):
+            text = self.engine.render(b'{"messages": [{"role": "user", '
+                                      b'"content": "toki"}]}')
+            if not self.engine.learn_controls(text):
+                return control_candidates(text)
+        return set()
+
+    def _places(self, text: str, cuts: list) -> list:
+        "Where messages start: at control tokens, or at markers that are plain text."
+        if cuts or not self._plain:
+            return cuts
+        return plain_cuts(text, self._plain, [p for _, p in self.engine.pieces(text,
+                                                                               True)])
 
     def _above(self, message: str, tokens: Tokens) -> int:
         """Tokens up to the last blank line of a long last user message, 0 without one:
@@ -14449,8 +14494,8 @@ class Prompter:
         if message.count("\n") < 3 or len(message) > _LONG_MESSAGE:
             return ()
         pieces = self.engine.pieces(message)
-        starts = (i + piece.endswith("\n") for i, (_, piece) in enumerate(pieces)
-                  if "\n" in piece)
+        starts = (i + piece.endswith(b"\n") for i, (_, piece) in enumerate(pieces)
+                  if b"\n" in piece)
         same = common_prefix(array("I", (t for t, _ in pieces)), tokens)
         return spread(i for i in starts if BLOCK // 2 <= i <= same)
 
