@@ -38,61 +38,66 @@ in, values out), the rest touches the world, and only through the doors of EDGES
     17 BOOK      what we believe the slots hold; changed only by events
     18 DECIDE    which slot, what is destroyed, and why
     19 WHY       why were these tokens computed, though something like them was known?
-    20 AGENTS    how each coding agent is pinned to this model for one launch
-    21 GGUF      what a model file's header says about memory
-    22 FIT       which context, slots and KV type does this memory hold?
-    23 SLOTFILE  a saved slot: its tokens, deltas, a wider window
-    24 ASSETS    which release file fits this machine?
-    25 REMEDY    an engine that will not start: what to change
-    26 UNITS     what service managers want to read
-    27 PICK      which files of a listing make one model, and which to take?
-    28 REGISTRY  the models file: what it may say, where it is wrong
-    29 WORKLOADS what agents ask; the oracle; figures and grades of a bench
-    30 REPORT    a bench as terminal table and as one page with plots
-    31 EDGES     the only doors to clock, disk, network, processes, terminal, log
-    32 MACHINE   where state lives; memory; who runs
-    33 ENGINE    one llama-server: talk, probe, start, watch, stop
-    34 FETCH     files from web servers: redirects, resume, digests
-    35 LEDGER    one line for each ask, kept in SQLite, never any prompt text
-    36 RECALL    what was said before, for the asks that come after
-    37 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
-    38 FEED      what happens in the book, told to whoever listens
-    39 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
-    40 MOVES     state from slot to shelf and back, under a lease
-    41 KEEPER    the only coordinator: plan, lease, settle; owns the lock
-    42 CERTIFY   may restored contexts be trusted here?
-    43 DESK      what people ask of the shelf: names, pins, warm heads, archives
-    44 FLEET     o
-    45 HTTP      framing, limits, deadlines: a server made of http.server
-    46 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
-    47 GATEWAY   routes: bytes in and out, never decides
-    48 UNPACK    archives from elsewhere, opened so that nothing lands outside
-    49 ENGINES   engines side by side: receipts, the pointer, what a launch needs
-    50 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
-    51 PROBE     does this engine run here, and on the device that was asked for?
-    52 MODELS    the models of this machine: registered, imported, checked, removed
-    53 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
-    54 INSTALL   get an engine and a starter model
-    55 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
-    56 STACK     up, down, status: engine and daemon as one thing
-    57 LAUNCH    start an agent, pinned to the model that runs here
-    58 WIRED     a client's own configuration that points here until it is taken back
-    59 SERVICE   toki as a service of this user: install, remove, status
-    60 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
-    61 CHAT      a conversation in the terminal, as raw, cached, or both side by side
-    62 TOP       what runs, what is held and what each ask cost, live
-    63 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
-    64 BENCH     toki's own cost, soak, and the everyday situations
-    65 RUNS      workloads played on three arms of one engine build, ask by ask
-    66 SIMULATE  what would be computed, with so many slots and this kind of memory?
-    67 DOCTOR    is everything fit, and if not, what to do
-    68 PAGE      the web page as one readable text
-    69 WEB       a second door to a running daemon, with TLS, for browsers
-    70 COMMANDS  how a subcommand is declared; those of the stack and its clients
-    71 CATALOG   `toki model`: fetch, import, list, check, use and remove
-    72 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
-    73 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
-    74 MAIN      settings, completion, version; the command line read and run
+    20 OTHERS    does somebody else use this engine?
+    21 AGENTS    how each coding agent is pinned to this model for one launch
+    22 GGUF      what a model file's header says about memory
+    23 FIT       which context, slots and KV type does this memory hold?
+    24 SLOTFILE  a saved slot: its tokens, deltas, a wider window
+    25 ASSETS    which release file fits this machine?
+    26 REMEDY    an engine that will not start: what to change
+    27 UNITS     what service managers want to read
+    28 PICK      which files of a listing make one model, and which to take?
+    29 REGISTRY  the models file: what it may say, where it is wrong
+    30 WORKLOADS what agents ask; the oracle; figures and grades of a bench
+    31 REPORT    a bench as terminal table and as one page with plots
+    32 EDGES     the only doors to clock, disk, network, processes, terminal, log
+    33 MACHINE   where state lives; memory; who runs
+    34 ENGINE    one llama-server: talk, probe, start, watch, stop
+    35 FETCH     files from web servers: redirects, resume, digests
+    36 LEDGER    one line for each ask, kept in SQLite, never any prompt text
+    37 RECALL    what was said before, for the asks that come after
+    38 SHELF     snapshots on disk: immutable files, a SQLite index, a byte budget
+    39 IDENTITY  which engine is this, and how fast was it in earlier lives?
+    40 STOCK     which shelf fits this engine, and may what lies on it be used?
+    41 FEED      what happens in the book, told to whoever listens
+    42 PROMPTS   an ask's tokens, by the engine's own template and tokenizer
+    43 MOVES     state from slot to shelf and back, under a lease
+    44 ACCOUNT   what is told of an ask: what it was like, what it cost, and why
+    45 KEEPER    the only coordinator: plan, lease, settle; owns the lock
+    46 WATCH     beside the asks: is the engine well, who else uses it, what to save?
+    47 CERTIFY   may restored contexts be trusted here?
+    48 DESK      what people ask of the shelf: names, pins, warm heads, archives
+    49 FLEET     one engine, several models: whose turn is it?
+    50 HTTP      framing, limits, deadlines: a server made of http.server
+    51 RELAY     an ask to the engine, its reply to the client: streamed, kept alive
+    52 GATEWAY   routes: bytes in and out, never decides
+    53 UNPACK    archives from elsewhere, opened so that nothing lands outside
+    54 ENGINES   engines side by side: receipts, the pointer, what a launch needs
+    55 RELEASE   this machine as llama.cpp's releases see it, and what they offer it
+    56 PROBE     does this engine run here, and on the device that was asked for?
+    57 MODELS    the models of this machine: registered, imported, checked, removed
+    58 PULL      a model from the hub: pinned to a commit, resumed, checked, registered
+    59 INSTALL   get an engine and a starter model
+    60 DAEMON    one gateway in front of one engine: begun, kept alive, changed over
+    61 STACK     up, down, status: engine and daemon as one thing
+    62 LAUNCH    start an agent, pinned to the model that runs here
+    63 WIRED     a client's own configuration that points here until it is taken back
+    64 SERVICE   toki as a service of this user: install, remove, status
+    65 SCREEN    a terminal: keys in, styled lines out, only what changed is painted
+    66 CHAT      a conversation in the terminal, as raw, cached, or both side by side
+    67 TOP       what runs, what is held and what each ask cost, live
+    68 LAUNCHER  bare `toki`: the chat and the agents, the model, the stack, settings
+    69 BENCH     toki's own cost, soak, and the everyday situations
+    70 RUNS      workloads played on three arms of one engine build, ask by ask
+    71 SIMULATE  what would be computed, with so many slots and this kind of memory?
+    72 DOCTOR    is everything fit, and if not, what to do
+    73 PAGE      the web page as one readable text
+    74 WEB       a second door to a running daemon, with TLS, for browsers
+    75 COMMANDS  how a subcommand is declared; those of the stack and its clients
+    76 CATALOG   `toki model`: fetch, import, list, check, use and remove
+    77 MEASURE   `toki bench` and `toki simulate`: what reuse brings on this machine
+    78 FACES     `toki tui`, `top`, `diff` and `web`, and what the launcher can cause
+    79 MAIN      settings, completion, version; the command line read and run
 
 Invariants:
   - A holder of tokens is (engine life, slot), never a bare slot number.
@@ -687,7 +692,7 @@ class PrefixTrie:
 
 # ============================================================================
 # 5. PICTURE - what slots and shelf hold, shared beginnings drawn once.
-#    uses: TOKENS.  offers: Held, prefix_forest.  pure.
+#    uses: TOKENS.  offers: Held, Forest, prefix_forest.  pure.
 #
 #        0..958 {snap 3} -- 958..1204 {slot 0}
 #                        \- 958..1377 {slot 1, snap 7}
@@ -735,6 +740,23 @@ def _cut_run(run: dict, at: int) -> None:
     tail = {"from": at, "tokens": run["from"] + run["tokens"] - at,
             "holders": run["holders"], "children": run["children"]}
     run.update(tokens=at - run["from"], holders=[], children=[tail])
+
+
+class Forest:
+    "The latest picture; drawn anew only when somebody holds something else."
+
+    def __init__(self) -> None:
+        self._latest: tuple = ([], [])   # what was held, and its picture
+
+    def draw(self, held: Sequence[Held]) -> list:
+        "`prefix_forest` of these; who holds the same array holds the same tokens."
+        old, forest = self._latest
+        if len(old) != len(held) or any(
+                a.name != b.name or a.tokens is not b.tokens
+                for a, b in zip(old, held)):
+            forest = prefix_forest(held)
+            self._latest = (held, forest)
+        return forest
 
 
 # ============================================================================
@@ -7029,7 +7051,73 @@ def _section(ask: Ask, at: int, read: Callable[[Tokens], str]) -> str:
 
 
 # ============================================================================
-# 20. AGENTS - how each coding agent is pinned to this model for one launch.
+# 20. OTHERS - does somebody else use this engine, or was it started anew?
+#    uses: nothing.  offers: Others, requests_in.  pure.
+#
+#    An attached engine's own counters against what toki caused.  They are compared
+#    while nothing of toki's runs, since they trail a reply by a moment; what an ask
+#    that was left half-way has cost is not known, so it makes the next look unsure.
+# ============================================================================
+_TRAIL_S = 0.5               # after a reply its counters are not yet right
+_DIGITS = 2e-5               # the counters are printed with six digits
+
+
+def requests_in(counters: dict) -> float:
+    "Requests that the engine works on or lets wait, by its own counters."
+    return counters.get("requests_processing", 0) + counters.get("requests_deferred", 0)
+
+
+class Others:
+    "What an attached engine's counters say about others; under the keeper's lock."
+
+    def __init__(self, quiet_s: float):
+        self.quiet_s = quiet_s           # so long a silence means that they have left
+        self.here = False
+        self._seen_at = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        "The engine is looked at anew: its counters say nothing yet, nobody was seen."
+        self.here = False
+        self._base: Optional[float] = None   # tokens counted when all was quiet
+        self._own = 0                    # tokens we caused since
+        self._unsure = True              # an aborted ask's share is not known
+
+    def caused(self, n_tokens: int) -> None:
+        "Tokens that the engine computed or generated for us."
+        self._own += n_tokens
+
+    def unsure(self) -> None:
+        "An ask was left half-way: nobody knows what it has cost."
+        self._unsure = True
+
+    def judge(self, counters: dict, open_now: int, now: float, rest_s: float) -> str:
+        """What has changed: restarted | came | left, or nothing, ''.
+
+        `open_now` of toki's asks are open, the last one ended `rest_s` ago; none may
+        have begun or ended since the counters were read.
+        """
+        total = counters.get("prompt_tokens_total", 0) \
+            + counters.get("tokens_predicted_total", 0)
+        if total < (self._base or 0) + self._own / 2:    # they trail a little
+            self._base, self._own, self._unsure = None, 0, True
+            return "restarted"
+        others = requests_in(counters) > open_now
+        if open_now == 0 and rest_s > _TRAIL_S:
+            if self._base is not None and (self.here or not self._unsure):
+                others = others or total - self._base - self._own > _DIGITS * total
+            self._base, self._own, self._unsure = total, 0, False
+        if others:
+            self._seen_at, was_here, self.here = now, self.here, True
+            return "" if was_here else "came"
+        if self.here and open_now == 0 and now - self._seen_at >= self.quiet_s:
+            self.here = False
+            return "left"
+        return ""
+
+
+# ============================================================================
+# 21. AGENTS - how each coding agent is pinned to this model for one launch.
 #    uses: WORDS.  offers: Agent, AGENTS, Facts, Wiring, wiring, FOREIGN,
 #    find_name, shim_script, claude_environment, codex_model_tables.  pure: says
 #    what to run, export and write, and does none of it.
@@ -7526,7 +7614,7 @@ def shim_script(text: str) -> str:
 
 
 # ============================================================================
-# 21. GGUF - what a model file's header says about memory.
+# 22. GGUF - what a model file's header says about memory.
 #    uses: WORDS.  offers: BadModel, ModelFacts, read_facts, read_sort, split_names.
 #
 #    Every length is checked against what is left of the file before it is believed,
@@ -8135,7 +8223,7 @@ def _quant(name: str, pairs: dict, by_type: dict) -> str:
 
 
 # ============================================================================
-# 22. FIT - which context, how many slots, which KV type does this memory hold?
+# 23. FIT - which context, how many slots, which KV type does this memory hold?
 #    uses: WORDS, SETTINGS, GGUF.  offers: Gpu, Memory, Wishes, MemoryPlan, plan_memory,
 #    wishes_of, EngineReport, read_engine_report, plan_mismatches,
 #    fit_text, facts_text, facts_json, KV_TYPES.
@@ -8674,7 +8762,7 @@ def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
 
 
 # ============================================================================
-# 23. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
+# 24. SLOTFILE - what a saved slot looks like: its tokens, deltas, a wider window.
 #    uses: TOKENS.  offers: Layout, read_layout, slot_file_tokens, split_delta,
 #    join_delta, widen_window.  pure but for the open files it is given.
 #
@@ -9022,7 +9110,7 @@ def widen_window(src: Any, out: Any, cells: int = 1) -> bool:
 
 
 # ============================================================================
-# 24. ASSETS - which release file fits this machine, and did it find its device?
+# 25. ASSETS - which release file fits this machine, and did it find its device?
 #    uses: WORDS.  offers: BACKENDS, Box, Asset, Choice, parse_asset, pick_asset,
 #    backends_for, cuda_of, compute_of, gfx_of_kfd, near_tags, build_of, device_lines,
 #    gfx_override, SUPPORT, box_text, real_devices.
@@ -9320,7 +9408,7 @@ def device_lines(text: str, backend: str) -> list:
 
 
 # ============================================================================
-# 25. REMEDY - an engine that will not start: what to change, said in one clause.
+# 26. REMEDY - an engine that will not start: what to change, said in one clause.
 #    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy,
 #    apply_remedies, fit_flags, known_template, template_names, read_remedies.
 # ============================================================================
@@ -9571,7 +9659,7 @@ def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
 
 
 # ============================================================================
-# 26. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
+# 27. UNITS - what service managers want to read: systemd, launchd, Windows tasks.
 #    uses: nothing.  offers: Unit, SERVICE_NAME, systemd_unit, launchd_plist, task_xml,
 #    unit_for.
 # ============================================================================
@@ -9717,7 +9805,7 @@ def _joined(*parts: str, sep: str = "/") -> str:
 
 
 # ============================================================================
-# 27. PICK - which files of a listing make one model, and which one to take?
+# 28. PICK - which files of a listing make one model, and which one to take?
 #    uses: WORDS.  offers: RepoFile, RepoModel, candidates, projectors, quant_of,
 #    choose, near_names, split_of, MODEL_ORDER.
 #
@@ -9928,7 +10016,7 @@ def _needs(c: RepoModel) -> int:
 
 
 # ============================================================================
-# 28. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
+# 29. REGISTRY - the models file: what it may say, where it is wrong, how it changes.
 #    uses: WORDS, PICK.  offers: REGISTRY_SCHEMA, ENTRY_KEYS, Entry, Registry,
 #    parse_registry, edit_registry, key_lines, read_yaml_entries, YAML_HINT,
 #    default_name, check_name.
@@ -10242,7 +10330,7 @@ def read_yaml_entries(value: Any, path: str) -> tuple:
 
 
 # ============================================================================
-# 29. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
+# 30. WORKLOADS - what agents, chats and searches ask; what a perfect cache makes of it.
 #    uses: WORDS, TOKENS, EMBED.  offers: Sized, Turn, WORKLOADS, SORTS,
 #    sample_text, as_generated, PrefixOracle, Asked, Run, PUBLISHED, BANDS,
 #    grade, bench_score, percentile, median_interval, weigh, judge, lost_asks.
@@ -10680,7 +10768,7 @@ def lost_asks(run: Run, least: int = 2) -> list:
 
 
 # ============================================================================
-# 30. REPORT - a bench as terminal table, as JSON, and as one page with plots.
+# 31. REPORT - a bench as terminal table, as JSON, and as one page with plots.
 #    uses: WORDS, EMBED, WORKLOADS.  offers: bench_result, bench_text, bench_page,
 #    bench_compare, WORKLOAD_WORDS.
 #
@@ -11186,7 +11274,7 @@ def _method(result: dict) -> list:
 
 
 # ============================================================================
-# 31. EDGES - the only doors to clock, disk, network, processes, terminal, log.
+# 32. EDGES - the only doors to clock, disk, network, processes, terminal, log.
 #    uses: WORDS.  offers: Edges, REAL, OwnedLock, log, Clock, Disk, Net, Proc, Term,
 #    is_local_url, http_address, reached_host, PosixConsole, WindowsConsole.
 # ============================================================================
@@ -11869,7 +11957,7 @@ REAL = Edges(Clock(), Disk(), Net(), Proc(), Term())
 
 
 # ============================================================================
-# 32. MACHINE - where state lives; memory; who runs.
+# 33. MACHINE - where state lives; memory; who runs.
 #    uses: FIT, ASSETS, EDGES.  offers: Places, places, detect_memory, find_devices,
 #    meminfo_memory, group_memory, vm_stat_memory, listed_devices, nvidia_devices,
 #    rocm_devices, effective_shape, save_effective, local_token, start_logging,
@@ -12197,7 +12285,7 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 
 
 # ============================================================================
-# 33. ENGINE - one llama-server: talk, probe, start, watch, stop.
+# 34. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
 #    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
 # ============================================================================
@@ -12717,7 +12805,7 @@ class EngineProcess:
 
 
 # ============================================================================
-# 34. FETCH - files from web servers: redirects, resume, digests, progress.
+# 35. FETCH - files from web servers: redirects, resume, digests, progress.
 #    uses: WORDS, EDGES.  offers: Page, get_page, get_json, fetch, file_sha256,
 #    TransferProgress, PercentLine, pause_asked.
 #
@@ -13014,7 +13102,7 @@ def _complete(url: str, part: str, edges: Edges, size: int, sha256: str,
 
 
 # ============================================================================
-# 35. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
+# 36. LEDGER - one line for each ask, kept in SQLite, never any prompt text.
 #    uses: WORDS, TOKENS, WHY, EDGES.  offers: Ledger, Journal,
 #    LEDGER_SCHEMA.
 #
@@ -13214,7 +13302,7 @@ class Ledger(Journal):
 
 
 # ============================================================================
-# 36. RECALL - what was said before, for the asks that come after.
+# 37. RECALL - what was said before, for the asks that come after.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, RESPONSES, STEADY, REPLAY, EDGES, LEDGER.
 #    offers: Recall, Transcript, RECALL_SCHEMA.
 #
@@ -13388,7 +13476,7 @@ class Recall(Journal):
 
 
 # ============================================================================
-# 37. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
+# 38. SHELF - snapshots on disk: immutable files, a SQLite index, a byte budget.
 #    uses: WORDS, TOKENS, BOOK, SLOTFILE, EDGES.  offers: Shelf, SHELF_SCHEMA.
 #
 #    Handlers save and restore through the engine under their lease; one librarian
@@ -13911,7 +13999,192 @@ class Shelf:
 
 
 # ============================================================================
-# 38. FEED - what happens in the book, told to whoever listens.
+# 39. IDENTITY - which engine is this, and how fast was it in earlier lives?
+#    uses: SETTINGS, EDGES, MACHINE, ENGINE.  offers: Identity, KeptRates.
+# ============================================================================
+_KEPT_RATES = 64             # models, builds and machines
+
+
+class Identity:
+    "What must match before tokens of another engine life may be used."
+
+    def __init__(self, engine: Engine, config: Config, managed: bool, edges: Edges):
+        self.engine, self.config = engine, config
+        self.managed, self.edges = managed, edges
+
+    def parts(self) -> dict:
+        """Model file, build, slots, window shape and flags (a file of another model
+        with equal shapes is accepted by the engine).  What an attached engine does not
+        tell is 'unknown'."""
+        facts, info = self.engine.facts, self.engine.info
+        mark = ""
+        with contextlib.suppress(OSError):
+            with self.edges.disk.open_binary(info.path) as f:
+                mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
+        kv = {} if self.engine.kv_type == "f16" else {"kv": self.engine.kv_type}
+        return {**kv, "model": mark or info.path,
+                "model_size": facts.size if facts else 0,
+                "build": info.build, "slots": info.n_slots,
+                "swa_full": self.engine.swa_full,
+                "flags": self.config.engine_args if self.managed else "unknown"}
+
+    def namespace(self) -> str:
+        "All of them in 12 hex digits."
+        return hashlib.blake2b(json.dumps(self.parts()).encode(),
+                               digest_size=6).hexdigest()
+
+
+class KeptRates:
+    "What was measured in earlier lives: one file, \"\" for none, for many engines."
+
+    def __init__(self, file: str, edges: Edges):
+        self.file, self.edges = file, edges
+
+    def _known(self, namespace: str) -> tuple:
+        "(all rates in the file, the key of this model, build and machine)"
+        return self.edges.disk.read_object(self.file), \
+            f"{namespace} {self.edges.net.host_name()} {cpu_count()}"
+
+    def recall(self, namespace: str) -> Any:
+        "What `keep` was given for this engine on this machine, None when nothing was."
+        known, key = self._known(namespace) if self.file else ({}, "")
+        return known.get(key)
+
+    def keep(self, namespace: str, rates: dict) -> None:
+        "A file that cannot be written costs only the next life's first estimates."
+        if not self.file:
+            return
+        known, key = self._known(namespace)
+        known.pop(key, None)             # the latest stands last
+        known[key] = rates
+        for old in list(known)[:-_KEPT_RATES]:
+            del known[old]
+        with contextlib.suppress(OSError):
+            self.edges.disk.write(self.file, json.dumps(known).encode())
+
+
+# ============================================================================
+# 40. STOCK - which shelf fits this engine, and may what lies on it be used?
+#    uses: WORDS, SETTINGS, TOKENS, BOOK, EDGES, ENGINE, SHELF, IDENTITY.
+#    offers: Stock.
+# ============================================================================
+class Stock:
+    """The shelf in use, None while there is none.
+
+    Shares lock and book with the keeper: what lies on the shelf is in the book.
+    """
+
+    def __init__(self, identity: Identity, config: Config, book: Book, lock: OwnedLock,
+                 edges: Edges, folder: str, index: str):
+        self.identity, self.config, self.edges = identity, config, edges
+        self.book, self.lock = book, lock
+        self.folder, self.index = folder, index
+        self.shelf: Optional[Shelf] = None
+        self._useless = 0                # restores in a row that did not count
+
+    def _told(self, event: Any) -> None:
+        with self.lock:
+            self.book.apply(event)
+
+    def open(self, info: EngineInfo, trusted: Optional[Callable[[bool], bool]]) -> None:
+        """Snapshots of this very model and engine shape, from this and earlier lives.
+
+        `trusted(old)`, where given, says whether the engine still answers with them as
+        it did before; `old`: there are some.
+        """
+        if not info.files or not self.folder or not self.config.shelf:
+            return
+        namespace = self.identity.namespace()
+        if self.shelf is None or self.shelf.namespace != namespace:
+            self._leave()
+            if not self._enter(info, namespace):
+                return
+        if trusted is not None:
+            self._drop_unless(trusted)
+
+    def _enter(self, info: EngineInfo, namespace: str) -> bool:
+        if self.identity.engine.facts is None:
+            log.warning("the model file %r cannot be read here, so its memory kind is "
+                        "not certain: the shelf stays off", info.path)
+            return False
+        shelf = Shelf(self.folder, self.index, namespace,
+                      int(self.config.shelf_gb * (1 << 30)), self.edges, self._told,
+                      int(self.config.shelf_write_gb * (1 << 30)))
+        try:
+            found = shelf.open()
+        except OSError as error:
+            log.warning("the shelf %s cannot be used: %s", self.folder, error)
+            return False
+        self.shelf = shelf
+        with self.lock:
+            for snap, tokens in found:
+                self.book.apply(Shelved(snap, tokens, -1))
+        if found:
+            log.info("%d snapshots on the shelf (%s)", len(found),
+                     fmt_bytes(shelf.used))
+        return True
+
+    def _leave(self) -> None:
+        "Another model, or another build: what was kept belongs to neither."
+        shelf, self.shelf = self.shelf, None
+        if shelf is not None:
+            shelf.close()
+            with self.lock:
+                for snap, _ in self.book.snapshots():
+                    self.book.apply(Unshelved(snap.id))
+
+    def _drop_unless(self, trusted: Callable[[bool], bool]) -> None:
+        """Forget the snapshots of earlier lives when an attached engine answers with
+        one of them otherwise than before: its hidden settings may have changed."""
+        old = [s for s in self.book.snaps.values() if s.label != "toki-canary"]
+        with contextlib.suppress(TokiError):
+            if trusted(bool(old)):
+                return
+        if old:
+            log.warning("the engine answers otherwise with a snapshot of an earlier "
+                        "life: %d snapshots are dropped", len(old))
+        for snap in list(self.book.snaps.values()):
+            self.drop(snap.id)
+        self.shelf.set_canary({})
+
+    def drop(self, snap_id: int) -> None:
+        "One snapshot less, in the book and on the shelf."
+        with self.lock:
+            snap = self.book.snaps.get(snap_id)
+            self.book.apply(Unshelved(snap_id))
+        if snap is not None and self.shelf is not None:
+            self.shelf.remove(snap_id, snap.name)
+
+    def judge_restore_locked(self, expected: int, reused: int) -> None:
+        "A restore that succeeds and is then thrown away, twice: the shelf goes off."
+        assert self.lock.held()
+        if self.shelf is None or expected < BLOCK:
+            return
+        self._useless = self._useless + 1 if reused < expected // 2 else 0
+        if self._useless >= 2 and not self.shelf.trouble:
+            self.shelf.trouble = ("this engine restores slots and then computes them "
+                                  "anew: nothing is saved or restored any more")
+            log.warning("%s", self.shelf.trouble)
+
+    def document(self) -> dict:
+        "The shelf as faces see it."
+        shelf = self.shelf
+        with self.lock:
+            snaps = [s._asdict() for s in self.book.snaps.values()]
+        return {"on": shelf is not None and not shelf.trouble,
+                "trouble": shelf.trouble if shelf else "",
+                "certificate": shelf.certificate if shelf else {},
+                "days": {d: v._asdict() for d, v in sorted(shelf.days.items())}
+                if shelf else {},
+                "namespace": shelf.namespace if shelf else "",
+                "disk": sum(s["disk"] for s in snaps),
+                "folder": self.folder,
+                "bytes": sum(s["n_bytes"] for s in snaps),
+                "budget": int(self.config.shelf_gb * (1 << 30)), "snapshots": snaps}
+
+
+# ============================================================================
+# 41. FEED - what happens in the book, told to whoever listens.
 #    uses: BOOK.  offers: Feed, Listener.
 #
 #    The book's events are all that changes what faces show, so they are the feed:
@@ -14001,7 +14274,7 @@ class Feed:
 
 
 # ============================================================================
-# 39. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
+# 42. PROMPTS - an ask's tokens, by the engine's own template and tokenizer.
 #    uses: WORDS, SETTINGS, TOKENS, TEXTS, WIRE, FALLBACK, BOOK, DECIDE, EDGES, ENGINE.
 #    offers: Prompter.
 # ============================================================================
@@ -14295,9 +14568,9 @@ class Prompter:
 
 
 # ============================================================================
-# 40. MOVES - state from slot to shelf and back, under a lease.
-#    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF.  offers: Lease,
-#    ClientGone, Mover.
+# 43. MOVES - state from slot to shelf and back, under a lease.
+#    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, EDGES, ENGINE, SHELF, STOCK.
+#    offers: Lease, ClientGone, Mover.
 # ============================================================================
 _LET_IN_S = 0.25
 
@@ -14364,13 +14637,17 @@ class Mover:
     """
 
     def __init__(self, engine: Engine, book: Book, lock: OwnedLock, edges: Edges,
-                 ability: Callable[[], Ability], waiting: Callable[[], list],
-                 arriving: Callable[[], int], grant: Callable[[], None],
-                 spent: Callable[[int], None]):
+                 stock: Stock, ability: Callable[[], Ability],
+                 waiting: Callable[[], list], arriving: Callable[[], int],
+                 grant: Callable[[], None], spent: Callable[[int], None]):
         self.engine, self.book, self.lock, self.edges = engine, book, lock, edges
-        self.ability, self.waiting, self.arriving = ability, waiting, arriving
+        self.stock, self.ability = stock, ability
+        self.waiting, self.arriving = waiting, arriving
         self.grant, self.spent = grant, spent
-        self.shelf: Optional[Shelf] = None
+
+    @property
+    def shelf(self) -> Optional[Shelf]:
+        return self.stock.shelf
 
     def _count(self, name: str) -> None:
         with self.lock:
@@ -14443,7 +14720,7 @@ class Mover:
             at, clean = stop, True
             sort = ends.get(stop, "") or ("head" if stop == cut else "")
             if sort:
-                self._keep(lease, lease.seat, sort, lease.prompt.tokens[:stop], stop,
+                self._keep(lease, lease.seat, sort, lease.prompt.tokens[:stop],
                            lease.seat)
             with self.lock:              # those who wait for it may go on
                 self.grant()
@@ -14458,6 +14735,7 @@ class Mover:
     def _cut_locked(self, lease: Lease, at: int, clean: bool) -> int:
         """The first place from `at` on where a waiting ask leaves this prompt and no
         snapshot serves it, 0 for none.  `clean`: the slot holds no more than `at`."""
+        assert self.lock.held()
         cuts, ability = [], self.ability()
         for p in self.waiting():
             cut = common_prefix(p.tokens, lease.prompt.tokens)
@@ -14468,9 +14746,8 @@ class Mover:
                     cuts.append(cut)
         return min(cuts, default=0)
 
-    def save(self, slot: int, sort: str, tokens: Tokens, held: int, holder: int,
-             label: str = "", pinned: bool = False, must: bool = False
-             ) -> Optional[Snap]:
+    def save(self, slot: int, sort: str, tokens: Tokens, holder: int, label: str = "",
+             pinned: bool = False, must: bool = False) -> Optional[Snap]:
         """Save a slot as a snapshot; None when it was not saved.
 
         `holder` is the slot that keeps holding it, -1 when it is given up.  Beyond the
@@ -14491,23 +14768,14 @@ class Mover:
             return None
         ms = _engine_ms(reply, "save_ms", (clock.now() - began) * 1000)
         saved = int(reply.get("n_saved") or 0)
-        size = int(reply.get("n_written") or 0)
-        shelf.moved(saved=size)
-        exact = shelf.tokens_in(name, saved)
-        trouble = ""
-        if saved < len(tokens):          # not what the book believed to be there
-            trouble = f"held {saved} tokens instead of {len(tokens)}"
-        elif exact is not None and common_prefix(exact, tokens) < len(tokens):
-            trouble = "held other tokens than the book said"
-        elif self.ability().kind == "window":
-            size = shelf.widen(name)
-            trouble = "" if size else "is no longer than its window"
+        written = int(reply.get("n_written") or 0)
+        shelf.moved(saved=written)
+        tokens, size, trouble = self._look_into(name, tokens, saved, written)
         if trouble:
             log.log(logging.DEBUG if "window" in trouble else logging.WARNING,
                     "slot %d %s; its snapshot is not kept", slot, trouble)
             shelf.remove(snap_id, name)
             return None
-        tokens = tokens if exact is None else exact
         snap = Snap(snap_id, name, sort, len(tokens), saved, size, clock.wall(),
                     label=label, pinned=pinned, disk=size)
         with self.lock:
@@ -14517,6 +14785,20 @@ class Mover:
             self.book.apply(Shelved(snap, tokens, holder))
         shelf.added(snap, tokens)
         return snap
+
+    def _look_into(self, name: str, tokens: Tokens, saved: int, size: int) -> tuple:
+        """(the tokens of a file just saved, its bytes, what is wrong with it): it must
+        hold what the book believes.  What cannot be read is believed."""
+        exact = self.shelf.tokens_in(name, saved)
+        trouble = ""
+        if saved < len(tokens):
+            trouble = f"held {saved} tokens instead of {len(tokens)}"
+        elif exact is not None and common_prefix(exact, tokens) < len(tokens):
+            trouble = "held other tokens than the book said"
+        elif self.ability().kind == "window":
+            size = self.shelf.widen(name)
+            trouble = "" if size else "is no longer than its window"
+        return tokens if exact is None else exact, size, trouble
 
     def put_away(self, slot: Slot, tokens: Tokens, holder: int, both: bool = False
                  ) -> Optional[Snap]:
@@ -14529,13 +14811,11 @@ class Mover:
             prices.turns or both and not prices.sure)
         whole = None
         if slot.size > slot.shelved and (both or not cuts):
-            whole = self.save(slot.slot, "context", tokens, slot.size + slot.tail,
-                              holder)
+            whole = self.save(slot.slot, "context", tokens, holder)
         if cuts:
             with contextlib.suppress(TokiError):
                 self._cut_back(slot.slot, tokens[:slot.turn])
-                return self.save(slot.slot, "turn", tokens[:slot.turn], slot.turn,
-                                 holder) or whole
+                return self.save(slot.slot, "turn", tokens[:slot.turn], holder) or whole
         return whole
 
     def _cut_back(self, number: int, tokens: Tokens) -> None:
@@ -14548,10 +14828,10 @@ class Mover:
                 self.spent(timings.prompt_n + timings.predicted_n)
                 self.book.apply(Computed(timings.prompt_n))
 
-    def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, held: int,
-              holder: int) -> int:
+    def _keep(self, lease: Lease, slot: int, sort: str, tokens: Tokens, holder: int
+              ) -> int:
         "Save for an ask, which is told what it cost; the snapshot's id or 0."
-        snap = self.save(slot, sort, tokens, held, holder)
+        snap = self.save(slot, sort, tokens, holder)
         lease.saved_bytes += snap.n_bytes if snap else 0
         return snap.id if snap else 0
 
@@ -14559,12 +14839,11 @@ class Mover:
         "Save another slot; it keeps what it holds and is free again afterwards."
         donor, snap_id = lease.plan.donor, 0
         with self.lock:
-            holder, s = (self.book.life, donor), self.book.slots[donor]
+            holder = self.book.life, donor
             tokens = self.book.trie.tokens(holder) if holder in self.book.trie else None
         try:
             if tokens is not None:
-                snap_id = self._keep(lease, donor, "context", tokens, s.size + s.tail,
-                                     donor)
+                snap_id = self._keep(lease, donor, "context", tokens, donor)
             if snap_id:
                 self.shelf.use(snap_id)
                 lease.pinned = snap_id
@@ -14580,21 +14859,10 @@ class Mover:
         "Move a snapshot into the leased slot; a refused one is dropped for good."
         with self.lock:
             snap = self.book.snaps.get(snap_id)
-        wrong = "it was evicted" if snap is None else self.shelf.fit(snap)
-        began = self.edges.clock.now()
+        wrong, ms = "it was evicted", 0.0
         try:
-            if not wrong:
-                try:
-                    reply = self.engine.json(
-                        "POST", f"/slots/{lease.seat}?action=restore",
-                        {"filename": snap.name}, timeout=600)
-                    if int(reply.get("n_restored") or 0) != snap.held:
-                        wrong = f"{reply.get('n_restored')} tokens came instead of " \
-                                f"{snap.held}"
-                except EngineGone:
-                    raise
-                except TokiError as error:
-                    wrong = error.message
+            if snap is not None:
+                wrong, ms = self._load(lease.seat, snap)
         finally:
             self.shelf.done(snap_id)
             lease.pinned = 0
@@ -14604,18 +14872,38 @@ class Mover:
             self._count("refused_restores")
             self.erase(lease)
             if snap is not None:
-                with self.lock:
-                    self.book.apply(Unshelved(snap_id))
-                self.shelf.remove(snap_id, snap.name)
+                self.stock.drop(snap_id)
             return False
-        ms = _engine_ms(reply, "restore_ms", (self.edges.clock.now() - began) * 1000)
+        self._restored(lease, snap, ms)
+        return True
+
+    def _load(self, seat: int, snap: Snap) -> tuple:
+        "(why the engine did not take it whole, '' when it did; ms that it took)"
+        wrong = self.shelf.fit(snap)
+        if wrong:
+            return wrong, 0.0
+        began = self.edges.clock.now()
+        try:
+            reply = self.engine.json("POST", f"/slots/{seat}?action=restore",
+                                     {"filename": snap.name}, timeout=600)
+        except EngineGone:
+            raise
+        except TokiError as error:
+            return error.message, 0.0
+        came = reply.get("n_restored")
+        if int(came or 0) != snap.held:
+            return f"{came} tokens came instead of {snap.held}", 0.0
+        return "", _engine_ms(reply, "restore_ms",
+                              (self.edges.clock.now() - began) * 1000)
+
+    def _restored(self, lease: Lease, snap: Snap, ms: float) -> None:
+        "Tell book, shelf and lease what a restore has brought and cost."
         with self.lock:
-            book = self.book
-            if snap_id in book.snaps:
-                book.snaps[snap_id] = book.snaps[snap_id]._replace(verified=True)
-                book.apply(Restored(lease.seat, snap_id))
+            book, c = self.book, self.book.counters
+            if snap.id in book.snaps:
+                book.snaps[snap.id] = book.snaps[snap.id]._replace(verified=True)
+                book.apply(Restored(lease.seat, snap.id))
             book.rates.moved("restore", snap.held, ms)
-            c = book.counters
             c.restores, c.restored_bytes = c.restores + 1, \
                 c.restored_bytes + snap.n_bytes
             saved = lease.plan.expect * (book.rates.prefill_ms or 0) - ms
@@ -14623,8 +14911,30 @@ class Mover:
         lease.restored_bytes += snap.n_bytes
         lease.moved = "fork" if lease.plan.donor >= 0 or snap.sort == "head" \
             else "shelf"
-        self.shelf.touched(snap_id, max(0.0, saved))
-        return True
+        self.shelf.touched(snap.id, max(0.0, saved))
+
+    def wait_until_free(self, lease: Lease, patience_s: float,
+                        open_count: Callable[[], int]) -> Optional[int]:
+        """Tokens in the slot once the engine has let go of it; None when unknown.
+        `open_count` says how many asks are open, this one among them."""
+        clock, pause, info = self.edges.clock, 0.005, self.engine.info
+        end = clock.now() + patience_s
+        with contextlib.suppress(TokiError):
+            while clock.now() < end and lease.life == self.book.life:
+                if lease.slot is not None and info is not None and info.slots:
+                    busy, held = self.engine.slot_state(lease.slot)
+                    if not busy:
+                        return held
+                elif info is not None and info.metrics:
+                    if self.engine.metrics().get("requests_processing", 0) \
+                            < open_count():
+                        return None
+                else:
+                    clock.sleep(2.0)     # cancelled within a second when quiet
+                    return None
+                clock.sleep(pause)
+                pause = min(pause * 1.5, 0.25)
+        return None
 
     def erase(self, lease: Lease) -> None:
         "Empty the leased slot, so that nothing half-right is attended to."
@@ -14660,20 +14970,144 @@ class Mover:
 
 
 # ============================================================================
-# 41. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
-#    uses: WORDS, SETTINGS, TOKENS, PICTURE, TEXTS, EMBED, WIRE, BOOK, DECIDE, WHY,
-#    GGUF, EDGES, MACHINE, ENGINE, LEDGER, SHELF, FEED, PROMPTS, MOVES.  offers:
-#    Keeper, cache_report.
+# 44. ACCOUNT - what is told of an ask: what it was like, what it cost, and why.
+#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, WHY, EDGES, ENGINE, LEDGER, FEED, MOVES.
+#    offers: Accounts, cache_report, engine_vector.
 # ============================================================================
-_WATCH_S = 2.0
+_RECENT = 200                # rows for the faces
+
+
+def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
+                 prefill_ms: Optional[float], why: str) -> dict:
+    """The `cache` object of a reply.
+
+    `from_engine` lists the engine's own figures; the rest is what toki decided, and
+    `saved_ms_estimate` (~) is reused tokens x this engine's measured prefill time.
+    """
+    plan, proven = lease.plan, timings.cache_n - lease.side
+    source = (lease.moved or "resident") if proven > 0 else "none"
+    saved = None if prefill_ms is None else round(proven * prefill_ms, 1)
+    return {
+        "kind": verdict(max(0, proven)), "source": source,
+        "slot": lease.slot, "mode": "raw" if lease.request.raw else "cached",
+        "key_match": plan.match >= BLOCK,
+        "prompt_tokens": timings.cache_n + timings.prompt_n, "reused_tokens": proven,
+        "expected_tokens": plan.expect,
+        "computed_tokens": timings.prompt_n + lease.side,
+        "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
+        "saved_ms_estimate": saved, "why": why, "ask": lease.ask,
+        "steadied": list(lease.request.steadied),
+        "from_engine": ["prompt_tokens", "reused_tokens", "computed_tokens"]}
+
+
+def engine_vector(embedder: Engine, text: str, timeout: float = 60) -> list:
+    "The vector of a text, by an engine; raises TokiError, KeyError, TypeError."
+    data = embedder.json("POST", "/v1/embeddings", {"input": text_segments(text)},
+                         timeout)["data"]
+    return mean_vector([d["embedding"] for d in data])
+
+
+class Accounts:
+    """The asks of this life of toki: rows for faces and ledger, words about them.
+
+    Shares lock and book with the keeper.
+    """
+
+    def __init__(self, engine: Engine, book: Book, lock: OwnedLock, feed: Feed,
+                 ledger: Optional[Ledger], embedder: Optional[Engine]):
+        self.engine, self.book, self.lock, self.feed = engine, book, lock, feed
+        self.ledger, self.embedder = ledger, embedder
+        self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
+        self.recent: deque = deque(maxlen=_RECENT)
+
+    def record(self, row: dict, prompt: Optional[Prompt]) -> None:
+        "One finished ask, for ledger and faces."
+        row["run"] = self.run
+        self.recent.append(row)
+        self.feed.post(dict(row, event="done"))
+        if self.ledger is not None:
+            self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
+                            else ())
+
+    # ---- nearest prompt -------------------------------------------------------
+    def name_difference(self, lease: Lease, text: Callable[[], str]) -> str:
+        """A clause about the nearest known prompt, '' when the match is useful.
+
+        Called while the engine prefills, so it costs the ask nothing.
+        """
+        prompt = lease.prompt
+        if prompt is None or lease.request.raw or len(prompt.tokens) < BLOCK or \
+                max(lease.plan.expect, lease.plan.match) * 2 >= len(prompt.tokens):
+            return ""
+        vector = self._embed(prompt, text)
+        with self.lock:
+            self.book.counters.embeddings += 1
+            found = nearest(vector, self.book.candidates(lease.ask))
+            clause = ""
+            if found:
+                candidate, score = found
+                other = self.book.past.tokens(candidate.name)
+                at = common_prefix(prompt.tokens, other)
+                clause = (f"{score * 100:.0f} % like ask {candidate.name}, differs "
+                          f"from token {at}")
+            lease.vector = vector
+        return clause
+
+    def _embed(self, prompt: Prompt, text: Callable[[], str]) -> list:
+        "By the embedding engine when there is one; any trouble falls back to the hash."
+        if self.embedder is not None:
+            try:
+                return engine_vector(self.embedder, text(), timeout=10)
+            except (TokiError, KeyError, TypeError, ValueError) as error:
+                log.debug("the embedding engine failed: %s", error)
+        return embed_tokens(prompt.tokens)
+
+    # ---- why ----------------------------------------------------------------
+    def why(self, ask: int, latest: int) -> dict:
+        """What an ask of this run computed and why, in figures and words; its text is
+        made of token ids here and now.  Raises Missing for an unknown one."""
+        mine, earlier = self._history(ask, latest)
+        info = self.engine.info
+        kind = info.kind if info else "rewindable"
+        try:
+            d = diagnose(mine, earlier, self._text, kind)
+        except TokiError:                # the engine is away: what figures alone say
+            d = diagnose(mine, earlier, None, kind)
+        rate = self.book.rates.prefill_ms
+        row = next((r for r in self.recent if r["ask"] == ask), {})
+        return {"ask": ask, "class": d.kind, "prompt_tokens": len(mine.tokens),
+                "reused_tokens": mine.reused, "like_ask": d.like,
+                "first_differing_token": d.at, "section": d.section,
+                "lost_tokens_estimate": d.lost,
+                "lost_ms_estimate": None if rate is None else round(d.lost * rate, 1),
+                "mine": d.mine, "theirs": d.theirs, "evicted_by": d.by,
+                "remedy": d.remedy, "plan": row.get("why", "")}
+
+    def _history(self, ask: int, latest: int) -> tuple:
+        "(this ask, those before it, latest first); Missing where its tokens are."
+        if self.ledger is None:
+            raise Missing("no history is kept", "set history on")
+        known = self.ledger.history(self.run, ask)
+        if not known or known[0].ask != ask:
+            raise Missing(f"ask {ask} is not in the history",
+                          f"the latest one is {latest}", code="unknown_ask")
+        if not known[0].tokens:
+            raise Missing(f"the tokens of ask {ask} are not known",
+                          "it was not answered, had pictures, or was forgotten")
+        return known[0], known[1:]
+
+    def _text(self, tokens: Tokens) -> str:
+        return self.engine.detokenize(tokens) if tokens else ""
+
+
+# ============================================================================
+# 45. KEEPER - the only coordinator: plan, lease, settle; owns the lock.
+#    uses: WORDS, SETTINGS, TOKENS, PICTURE, WIRE, BOOK, DECIDE, OTHERS, EDGES,
+#    ENGINE, LEDGER, SHELF, IDENTITY, STOCK, FEED, PROMPTS, MOVES, ACCOUNT.
+#    offers: Keeper.
+# ============================================================================
 _REGRET_MS = 50.0            # less is noise
-_P_LOSS = 0.1                # chance that a slot is lost before its next turn
-_GAP_S = 0.05
-_REST_S = 1.0                # so long a pause may become a long one
-_QUIET_S = 20.0              # before certificates and audits
-_KEPT_RATES = 64             # models, builds and machines
-
-
+_CLIENTS_KNOWN = 4096        # whose turn it was last
 
 class _Ticket:
     "One ask waiting for a slot."
@@ -14694,54 +15128,53 @@ class Keeper:
                  managed: bool = False, ledger: Optional[Ledger] = None,
                  embedder: Optional[Engine] = None, shelf_folder: str = "",
                  shelf_index: str = "", rates_file: str = ""):
-        self.shelf_folder, self.shelf_index = shelf_folder, shelf_index
-        self.rates_file = rates_file     # what was measured in earlier lives
         self.engine, self.config, self.edges = engine, config, edges
         self.managed, self.ledger, self.embedder = managed, ledger, embedder
-        # Guards: book, tickets, texts, counts of open asks, foreign-traffic marks.
+        # Guards: book, tickets, texts, counts of open asks, what is known of others.
         self.lock = OwnedLock()
         self.book = Book(b"toki", config.memory_mb << 19)
         self.feed = Feed(edges.clock)
         self.book.heard = self.feed.book_event
-        self._forest: tuple = ([], [])   # what was held, and its picture
+        self.accounts = Accounts(engine, self.book, self.lock, self.feed, ledger,
+                                 embedder)
+        self.others = Others(config.foreign_quiet)
+        self.forest = Forest()
         self.prompter = Prompter(engine, config, self.book, self.lock, self.ability)
+        self.identity = Identity(engine, config, managed, edges)
+        self.kept_rates = KeptRates(rates_file, edges)
+        self.stock = Stock(self.identity, config, self.book, self.lock, edges,
+                           shelf_folder, shelf_index)
         self.mover = Mover(
-            engine, self.book, self.lock, edges, self.ability,
+            engine, self.book, self.lock, edges, self.stock, self.ability,
             lambda: [t.prompt for t in self.tickets if t.prompt is not None],
-            lambda: self.arriving, self._grant_locked, self._caused)
+            lambda: self.arriving, self._grant_locked, self.others.caused)
         self.tickets: list = []
         self.open_by_client: dict = {}
         self.last_grant: dict = {}       # client -> number of its latest grant
-        self.asks = self.grants = self.opened = self.ended = 0
+        self.asks = self.grants = self.began = self.ended = 0
         self.number = itertools.count(1).__next__    # shared with engines beside
         self.arriving = 0                # asks whose tokens are being made
         self.up = threading.Event()
         self.state = "absent"            # absent | loading | ready | sleeping
         self.trouble = ""                # why it is absent, in a sentence
         self.hopeless = False            # it failed again and again: do not wait for it
-        self.foreign = False             # somebody else uses the attached engine
-        self.foreign_seen = 0.0
-        self._useless = 0                # restores in a row that did not count
         self.phantom = threading.Event() # a hit failed: look for foreign traffic now
         self.nudge = threading.Event()   # wakes the watching thread
-        self._base: Optional[float] = None   # engine counters when all was quiet
-        self._own = 0                    # tokens we caused since
-        self._unsure = True              # an aborted ask's share is not known
-        self._ready_at = 0.0
-        self._ended_at = 0.0             # its counters trail a reply by a moment
+        self.ready_at = 0.0
+        self.ended_at = 0.0              # its counters trail a reply by a moment
         self.stopping = threading.Event()
         self.started = edges.clock.wall()
         self.on_answer: list = []        # called with (request, tokens reused)
-        self.on_idle: list = []          # called when all is quiet; True: more to do
         self.on_attach: Optional[Callable[[bool], bool]] = None
         self.audited: dict = {}          # output classes counted so far
-        self.run = secrets.token_hex(6)  # asks count from 1 in each life of toki
-        self.recent: deque = deque(maxlen=200)   # rows for the faces
-        self._rated_asks = 0             # asks at the time when rates were kept
 
     @property
     def shelf(self) -> Optional[Shelf]:
-        return self.mover.shelf
+        return self.stock.shelf
+
+    @property
+    def foreign(self) -> bool:
+        return self.others.here
 
     # ---- engine life ------------------------------------------------------
     def ability(self) -> Ability:
@@ -14759,27 +15192,18 @@ class Keeper:
             if not self.engine.healthy():
                 self.state = "absent"
                 return False
-            info = self.engine.probe()
-            spent = 0
-            if not self.managed and not self._others_at_work():
-                spent = self.engine.probe_unified()
-                info = self.engine.info or info
+            info, spent = self._probe()
         except TokiError as error:
             self.state, self.trouble = "absent", error.message
             return False
         with self.lock:
             self.book.apply(Reborn(info.n_slots))
             self.prompter.forget()
-            self._base, self._unsure = None, True
-            self.foreign = False
+            self.others.forget()
             self.state, self.trouble = "ready", ""
-            self._ready_at = self.edges.clock.now()
+            self.ready_at = self.edges.clock.now()
             self.book.counters.own_tokens += spent
-        self._recall_rates()
-        try:
-            self._open_shelf(info)
-        except Exception:                # asks are served without it
-            log.exception("the shelf could not be opened")
+        self._recall(info)
         self.up.set()
         log.info("engine %s ready: %s, %d slots of %d tokens, %s memory%s%s",
                  self.engine.url, info.model, info.n_slots, info.n_ctx, info.kind,
@@ -14789,114 +15213,28 @@ class Keeper:
             self._grant_locked()
         return True
 
-    def _rates_known(self) -> tuple:
-        "(all rates in the file, the key of this model, build and machine)"
-        return self.edges.disk.read_object(self.rates_file), \
-            f"{self._namespace()} {self.edges.net.host_name()} {cpu_count()}"
+    def _probe(self) -> tuple:
+        "(what the engine is, tokens that it computed for the answer)"
+        info, spent = self.engine.probe(), 0
+        if not self.managed and not (
+                info.metrics and requests_in(self.engine.metrics())):
+            spent = self.engine.probe_unified()
+        return self.engine.info or info, spent
 
-    def _recall_rates(self) -> None:
-        "Begin with what this model, build and machine did before."
-        if self.rates_file:
-            known, key = self._rates_known()
-            with self.lock:
-                self.book.rates.recall(known.get(key))
+    def _recall(self, info: EngineInfo) -> None:
+        "What earlier lives of this engine have left: rates and a shelf."
+        known = self.kept_rates.recall(self.identity.namespace())
+        with self.lock:
+            self.book.rates.recall(known)
+        try:
+            self.stock.open(info, None if self.managed else self.on_attach)
+        except Exception:                # asks are served without it
+            log.exception("the shelf could not be opened")
 
     def keep_rates(self) -> None:
-        "For the next life; a file that cannot be written costs only that."
-        if self.rates_file and self.engine.info and self.book.rates.prefill_ms:
-            known, key = self._rates_known()
-            known.pop(key, None)
-            known[key] = self.book.rates.as_dict()
-            for old in list(known)[:-_KEPT_RATES]:
-                del known[old]
-            with contextlib.suppress(OSError):
-                self.edges.disk.write(self.rates_file, json.dumps(known).encode())
-
-    def _open_shelf(self, info: EngineInfo) -> None:
-        "Snapshots of this very model and engine shape, from this and earlier lives."
-        if not info.files or not self.shelf_folder or not self.config.shelf:
-            return
-        if self.shelf is not None and self.shelf.namespace == self._namespace():
-            self._drop_unless_trusted()
-            return
-        self._leave_shelf()
-        if self.engine.facts is None:
-            log.warning("the model file %r cannot be read here, so its memory kind is "
-                        "not certain: the shelf stays off", info.path)
-            return
-        shelf = Shelf(self.shelf_folder, self.shelf_index, self._namespace(),
-                      int(self.config.shelf_gb * (1 << 30)), self.edges, self._told,
-                      int(self.config.shelf_write_gb * (1 << 30)))
-        try:
-            found = shelf.open()
-        except OSError as error:
-            log.warning("the shelf %s cannot be used: %s", self.shelf_folder, error)
-            return
-        self.mover.shelf = shelf
-        with self.lock:
-            for snap, tokens in found:
-                self.book.apply(Shelved(snap, tokens, -1))
-        self._drop_unless_trusted()
-        if found:
-            log.info("%d snapshots on the shelf (%s)", len(found),
-                     fmt_bytes(shelf.used))
-
-    def _leave_shelf(self) -> None:
-        "Another model, or another build: what was kept belongs to neither."
-        shelf = self.shelf
-        self.mover.shelf = None
-        if shelf is not None:
-            shelf.close()
-            with self.lock:
-                for snap, _ in self.book.snapshots():
-                    self.book.apply(Unshelved(snap.id))
-
-    def _drop_unless_trusted(self) -> None:
-        """Forget the snapshots of earlier lives when an attached engine answers with
-        one of them otherwise than before: its hidden settings may have changed."""
-        if self.managed or self.on_attach is None:
-            return
-        old = [s for s in self.book.snaps.values() if s.label != "toki-canary"]
-        with contextlib.suppress(TokiError):
-            if self.on_attach(bool(old)):
-                return
-        if old:
-            log.warning("the engine answers otherwise with a snapshot of an earlier "
-                        "life: %d snapshots are dropped", len(old))
-        for snap in list(self.book.snaps.values()):
-            self.drop_snap(snap.id)
-        self.shelf.set_canary({})
-
-    def namespace_parts(self) -> dict:
-        """What must match before tokens may: model file, build, slots and window shape
-        (a file of another model with equal shapes is accepted by the engine).  What an
-        attached engine does not tell is 'unknown'."""
-        facts, info = self.engine.facts, self.engine.info
-        mark = ""
-        with contextlib.suppress(OSError):
-            with self.edges.disk.open_binary(info.path) as f:
-                mark = hashlib.blake2b(f.read(1 << 20), digest_size=8).hexdigest()
-        kv = {} if self.engine.kv_type == "f16" else {"kv": self.engine.kv_type}
-        return {**kv, "model": mark or info.path,
-                "model_size": facts.size if facts else 0,
-                "build": info.build, "slots": info.n_slots,
-                "swa_full": self.engine.swa_full,
-                "flags": self.config.engine_args if self.managed else "unknown"}
-
-    def _namespace(self) -> str:
-        return hashlib.blake2b(json.dumps(self.namespace_parts()).encode(),
-                               digest_size=6).hexdigest()
-
-    def _told(self, event: Any) -> None:
-        with self.lock:
-            self.book.apply(event)
-
-    def _others_at_work(self) -> bool:
-        info = self.engine.info
-        if info is None or not info.metrics:
-            return False
-        m = self.engine.metrics()
-        return m.get("requests_processing", 0) + m.get("requests_deferred", 0) > 0
+        "What was measured, for the next life."
+        if self.engine.info and self.book.rates.prefill_ms:
+            self.kept_rates.keep(self.identity.namespace(), self.book.rates.as_dict())
 
     def lost(self, why: str) -> None:
         "The engine is gone: nothing is in any slot, new asks wait for its return."
@@ -14925,122 +15263,38 @@ class Keeper:
                     "it is being waited for; ask again", code="model_loading",
                     retry_s=5)
 
-    def watch(self) -> None:
-        """Loop of the watching thread: health and foreign traffic now and then, saves
-        as soon as nobody asks."""
-        look_at = 0.0
-        while not self.stopping.is_set():
-            now = self.edges.clock.now()
-            try:
-                if now >= look_at or self.phantom.is_set():
-                    self.phantom.clear()
-                    self.watch_once()
-                    look_at = now + (0.25 if self.state != "ready" else _WATCH_S)
-                with contextlib.suppress(TokiError):
-                    while not self.stopping.is_set() and self.save_idle():
-                        pass
-                    self._idle_work()
-            except Exception:                # a watcher must not die
-                log.exception("watching the engine failed")
-            now = self.edges.clock.now()
-            rest = self._ended_at + _REST_S - now    # saves are cheaper from then on
-            pause = min(look_at - now, rest + 0.01) if rest > 0 else look_at - now
-            if self.nudge.wait(max(0.05, pause)):
-                self.nudge.clear()
-                self.edges.clock.sleep(_GAP_S)   # who asks at once is not kept waiting
-
-    def _idle_work(self) -> None:
-        "What may be done while nobody asks: certificates, audits."
-        with self.lock:
-            quiet = self.edges.clock.now() - max(self._ended_at, self._ready_at)
-            busy = self.open_count() or self.tickets or self.state != "ready"
-        if busy or quiet < _QUIET_S or self.foreign:
-            return
-        asks = self.book.counters.asks
-        if asks != self._rated_asks:
-            self._rated_asks = asks
-            self.keep_rates()
-        for act in self.on_idle:
-            if act():
-                return
-
-    def watch_once(self) -> None:
-        if self.state != "ready":
-            self.attach()
-            return
-        if not self.engine.healthy():
-            # Busy machines answer late: believe it only when it happens twice.
-            self.edges.clock.sleep(0.5)
-            if not self.engine.healthy():
-                self.lost("it does not answer")
-            return
-        if not self.managed:
-            self._look_for_others()
-
-    def _look_for_others(self) -> None:
-        info = self.engine.info
-        if info is None:
-            return
-        try:
-            if self.engine.sleeping():
-                with self.lock:
-                    if any(s.size for s in self.book.slots) and not self.open_count():
-                        self.book.apply(Reborn(info.n_slots))
-                        log.info("the engine sleeps; its slots are empty now")
-                return
-            if not info.metrics:
-                return
-            with self.lock:
-                before, open_now = (self.opened, self.ended), self.open_count()
-            m = self.engine.metrics()
-        except TokiError:
-            return
-        with self.lock:
-            if before != (self.opened, self.ended):
-                return                   # asks came or went meanwhile: look again later
-            self._judge_locked(m, open_now)
-
-    def _caused(self, n_tokens: int) -> None:
-        "Tokens that the engine computed or generated for us (the lock is held)."
-        self._own += n_tokens
-
     def open_count(self) -> int:
-        return self.opened - self.ended
+        return self.began - self.ended
 
-    def _judge_locked(self, m: dict, open_now: int) -> None:
-        "Compare the engine's counters with what we caused."
+    def fell_asleep(self) -> None:
+        "The engine has let go of its model, and of what its slots held."
+        with self.lock:
+            if any(s.size for s in self.book.slots) and not self.open_count():
+                self.book.apply(Reborn(len(self.book.slots)))
+                log.info("the engine sleeps; its slots are empty now")
+
+    def judge_others(self, counters: dict, began: int, ended: int) -> None:
+        """Do the engine's counters show more than toki caused?  Not judged when asks
+        came or went since `began` of them had begun and `ended` had ended."""
+        with self.lock:
+            if (began, ended) == (self.began, self.ended):
+                self._judge_locked(counters)
+
+    def _judge_locked(self, counters: dict) -> None:
         assert self.lock.held()
         now = self.edges.clock.now()
-        total = m.get("prompt_tokens_total", 0) + m.get("tokens_predicted_total", 0)
-        others = m.get("requests_processing", 0) \
-            + m.get("requests_deferred", 0) > open_now
-        known = (self._base or 0) + self._own / 2    # the counters trail a little
-        if total < known:
-            log.warning("the engine was restarted by somebody; its slots are empty")
-            self.book.apply(Reborn(len(self.book.slots)))
-            self._base, self._own, self._unsure = None, 0, True
-            self.state = "loading"       # looked at anew, and its shelf
+        found = self.others.judge(counters, self.open_count(), now, now - self.ended_at)
+        if not found:
             return
-        if open_now == 0 and now - self._ended_at > 0.5:
-            # The counters are printed with six digits.
-            slack = 2e-5 * total
-            if self._base is not None and not self._unsure:
-                others = others or total - self._base - self._own > slack
-            elif self.foreign and self._base is not None:
-                others = others or total - self._base > self._own + slack
-            self._base, self._own, self._unsure = total, 0, False
-        if others:
-            self.foreign_seen = now
-            if not self.foreign:
-                self.foreign = True
-                log.warning("somebody else uses this engine: asks go without a slot "
-                            "until it is quiet for %.0f s", self.config.foreign_quiet)
-                self.book.apply(Reborn(len(self.book.slots)))
-                self._grant_locked()
-        elif self.foreign and open_now == 0 and \
-                now - self.foreign_seen >= self.config.foreign_quiet:
-            self.foreign = False
-            self.book.apply(Reborn(len(self.book.slots)))
+        self.book.apply(Reborn(len(self.book.slots)))
+        if found == "restarted":
+            log.warning("the engine was restarted by somebody; its slots are empty")
+            self.state = "loading"       # looked at anew, and its shelf
+        elif found == "came":
+            log.warning("somebody else uses this engine: asks go without a slot "
+                        "until it is quiet for %.0f s", self.others.quiet_s)
+            self._grant_locked()
+        else:
             log.info("the engine is quiet again: asks get their slots")
 
     def _count(self, name: str, by: int = 1) -> None:
@@ -15068,26 +15322,9 @@ class Keeper:
         `tick` is called several times a second while waiting; it may raise to give
         up.  Raises Busy when too many wait.
         """
-        now = self.edges.clock.now()
         with self.lock:
             self.arriving -= arrives
-            c = self.config
-            if len(self.tickets) >= c.max_queue:
-                self.book.counters.refused += 1
-                raise Busy(f"{len(self.tickets)} asks wait for a slot already",
-                           "ask again, or raise max_queue", code="overloaded",
-                           retry_s=self._queue_s_locked())
-            mine = self.open_by_client.get(request.client, 0)
-            if c.max_per_client and mine >= c.max_per_client:
-                self.book.counters.refused += 1
-                raise Busy(f"this client has {mine} asks open; the limit is "
-                           f"{c.max_per_client}", "wait for one to end", status=429,
-                           code="rate_limit_exceeded", retry_s=1)
-            self.open_by_client[request.client] = mine + 1
-            self.asks = self.number()
-            ticket = _Ticket(self.asks, request, prompt,
-                             len(prompt.tokens) if prompt else 0, now)
-            self.tickets.append(ticket)
+            ticket = self._queue_locked(request, prompt)
             self._grant_locked()
         try:
             waited = False
@@ -15111,8 +15348,30 @@ class Keeper:
         assert ticket.lease is not None
         return ticket.lease
 
+    def _queue_locked(self, request: Request, prompt: Optional[Prompt]) -> _Ticket:
+        "A place in the queue; Busy when it is full, or this client's share of it."
+        assert self.lock.held()
+        c, mine = self.config, self.open_by_client.get(request.client, 0)
+        if len(self.tickets) >= c.max_queue:
+            self.book.counters.refused += 1
+            raise Busy(f"{len(self.tickets)} asks wait for a slot already",
+                       "ask again, or raise max_queue", code="overloaded",
+                       retry_s=self._queue_s_locked())
+        if c.max_per_client and mine >= c.max_per_client:
+            self.book.counters.refused += 1
+            raise Busy(f"this client has {mine} asks open; the limit is "
+                       f"{c.max_per_client}", "wait for one to end", status=429,
+                       code="rate_limit_exceeded", retry_s=1)
+        self.open_by_client[request.client] = mine + 1
+        self.asks = self.number()
+        ticket = _Ticket(self.asks, request, prompt,
+                         len(prompt.tokens) if prompt else 0, self.edges.clock.now())
+        self.tickets.append(ticket)
+        return ticket
+
     def _queue_s_locked(self) -> float:
         "Seconds until a slot is likely free, at least 1."
+        assert self.lock.held()
         left = [estimate_ms(self.book.rates, s) for s in self.book.slots if s.busy]
         known = [ms for ms in left if ms is not None]
         return max(1.0, min(known) / 1000) if known else 5.0
@@ -15148,59 +15407,78 @@ class Keeper:
                     return                   # no idle slot at all: nobody can run
 
     def _try_locked(self, ticket: _Ticket) -> bool:
-        now = self.edges.clock.now()
-        book, request, prompt = self.book, ticket.request, ticket.prompt
-        ability = self.ability()
-        options = book.options(request, prompt, now,
-                               pool_size(self.config.pool, ability.n_slots))
-        exact = must_extend(ability)
-        snaps = book.snap_matches(prompt, exact) \
-            if prompt is not None and ability.files else ()
-        shared = book.shared(prompt) if prompt is not None and exact else ()
-        plan = decide(request, ticket.n, options, ability, book.rates, book.counters,
-                      (now - ticket.since) * 1000, snaps, prompt, shared,
-                      self.arriving > 0 or len(self.tickets) > 1)
-        if plan.action == "wait" and plan.source == "fork" and (
-                ticket.plan is None or ticket.plan.source != "fork"):
-            book.counters.head_waits += 1
-        ticket.plan = plan
+        "Plan an ask anew; it gets its slot unless the plan is to wait."
+        assert self.lock.held()
+        book, before, now = self.book, ticket.plan, self.edges.clock.now()
+        options = book.options(ticket.request, ticket.prompt, now,
+                               pool_size(self.config.pool, self.ability().n_slots))
+        plan = ticket.plan = self._plan_locked(ticket, options, now)
         if plan.action == "wait":
+            if plan.source == "fork" and (before is None or before.source != "fork"):
+                book.counters.head_waits += 1
             return False
         seat = plan.slot
         if seat < 0:
             seat = next(o.slot.slot for o in options if not o.slot.busy)
             book.counters.unpinned += 1
-        if prompt is not None and plan.slot >= 0:
-            known = book.returning(prompt)
-            if known and known.gamble and plan.expect < len(
-                    book.past.tokens(known.ask)) - BLOCK:
-                book.counters.gambles_lost += 1
-        pinned_prompt = prompt if plan.slot >= 0 else None
-        holder, victim = (book.life, seat), book.slots[seat]
-        old = (victim, book.trie.tokens(holder)) if holder in book.trie else None
-        lead = max((*plan.heads, plan.turn))
-        if pinned_prompt is not None and (plan.stops or lead) and exact:
-            lead = ticket.n              # it stops wherever somebody leaves it
-        book.apply(Dispatched(seat, ticket.ask, request, pinned_prompt, plan.expect,
-                              plan.gamble, now, lead))
-        self.grants += 1
-        self.last_grant[request.client] = self.grants
-        if len(self.last_grant) > 4096:
-            del self.last_grant[min(self.last_grant, key=self.last_grant.get)]
-        self.opened += 1
-        ticket.lease = Lease(self, ticket.ask, request, prompt, plan, seat, book.life,
-                             (now - ticket.since) * 1000)
-        ticket.lease.victim = old
-        if plan.donor >= 0:              # nobody may run there while it is saved
-            book.slots[plan.donor] = book.slots[plan.donor]._replace(busy=ticket.ask)
-        if plan.snap and self.shelf is not None:
-            self.shelf.use(plan.snap)
-            ticket.lease.pinned = plan.snap
+        ticket.lease = self._lease_locked(ticket, plan, seat, now)
+        self._served_locked(ticket.request.client)
         self.tickets.remove(ticket)
         ticket.granted.set()
         return True
 
+    def _plan_locked(self, ticket: _Ticket, options: list, now: float) -> Plan:
+        assert self.lock.held()
+        book, prompt, ability = self.book, ticket.prompt, self.ability()
+        exact = must_extend(ability)
+        snaps = book.snap_matches(prompt, exact) \
+            if prompt is not None and ability.files else ()
+        shared = book.shared(prompt) if prompt is not None and exact else ()
+        return decide(ticket.request, ticket.n, options, ability, book.rates,
+                      book.counters, (now - ticket.since) * 1000, snaps, prompt, shared,
+                      self.arriving > 0 or len(self.tickets) > 1)
+
+    def _lease_locked(self, ticket: _Ticket, plan: Plan, seat: int, now: float
+                      ) -> Lease:
+        "The slot is this ask's now, and so is all that its plan needs beside it."
+        assert self.lock.held()
+        book, prompt = self.book, ticket.prompt if plan.slot >= 0 else None
+        lease = Lease(self, ticket.ask, ticket.request, ticket.prompt, plan, seat,
+                      book.life, (now - ticket.since) * 1000)
+        holder, lead = (book.life, seat), max((*plan.heads, plan.turn))
+        if holder in book.trie:
+            lease.victim = book.slots[seat], book.trie.tokens(holder)
+        if prompt is not None:
+            self._count_gamble_locked(prompt, plan)
+            if (plan.stops or lead) and must_extend(self.ability()):
+                lead = ticket.n          # it stops wherever somebody leaves it
+        book.apply(Dispatched(seat, ticket.ask, ticket.request, prompt, plan.expect,
+                              plan.gamble, now, lead))
+        self.began += 1
+        if plan.donor >= 0:              # nobody may run there while it is saved
+            book.slots[plan.donor] = book.slots[plan.donor]._replace(busy=ticket.ask)
+        if plan.snap and self.shelf is not None:
+            self.shelf.use(plan.snap)
+            lease.pinned = plan.snap
+        return lease
+
+    def _count_gamble_locked(self, prompt: Prompt, plan: Plan) -> None:
+        "A reply that was to come back as it went out, and did not."
+        assert self.lock.held()
+        known = self.book.returning(prompt)
+        if known and known.gamble and plan.expect < len(
+                self.book.past.tokens(known.ask)) - BLOCK:
+            self.book.counters.gambles_lost += 1
+
+    def _served_locked(self, client: str) -> None:
+        assert self.lock.held()
+        self.grants += 1
+        self.last_grant[client] = self.grants
+        if len(self.last_grant) > _CLIENTS_KNOWN:
+            del self.last_grant[min(self.last_grant, key=self.last_grant.get)]
+
     def _leave_locked(self, request: Request) -> None:
+        assert self.lock.held()
         left = self.open_by_client.get(request.client, 1) - 1
         if left > 0:
             self.open_by_client[request.client] = left
@@ -15217,47 +15495,44 @@ class Keeper:
         assert lease.open
         with self.lock:
             lease.open = False
-            book = self.book
-            ours = lease.life == book.life
-            pinned = lease.slot is not None and ours
-            before = book.counters.phantom_hits
-            if pinned:
-                slot = book.slots[lease.seat]
-                self._learn_locked(lease, timings)
-            book.apply(Settled(lease.seat if pinned else -1, lease.ask, lease.request,
-                               lease.prompt if pinned else None, timings,
-                               lease.plan.expect, self.edges.clock.now(), lease.side,
-                               tuple(lease.ends)))
-            if pinned and lease.prompt is not None and not book.slots[lease.seat].size \
-                    and slot.size:
-                log.warning("req=%d: the engine counted %d prompt tokens, toki %d; "
-                            "slot %d is believed empty", lease.ask,
-                            timings.cache_n + timings.prompt_n, slot.size, lease.seat)
-            if lease.vector is not None:
-                book.set_vector(lease.ask, lease.vector)
-            if ours and not pinned:
-                self._free_seat_locked(lease)
-            self._own += timings.prompt_n + timings.predicted_n
-            self._judge_restore_locked(lease, timings)
+            counters = self.book.counters
+            before = counters.phantom_hits
+            self._settle_locked(lease, timings)
+            self.others.caused(timings.prompt_n + timings.predicted_n)
+            if lease.moved:
+                self.stock.judge_restore_locked(lease.plan.expect,
+                                                timings.cache_n - lease.side)
             self._regret_locked(lease, timings)
-            if book.counters.phantom_hits > before and not self.managed:
+            if counters.phantom_hits > before and not self.managed:
                 self.phantom.set()
                 self.nudge.set()
             self._end_locked(lease)
 
-    def _judge_restore_locked(self, lease: Lease, timings: Timings) -> None:
-        "A restore that succeeds and is then thrown away, twice: the shelf goes off."
-        if not lease.moved or self.shelf is None or lease.plan.expect < BLOCK:
-            return
-        useless = timings.cache_n - lease.side < lease.plan.expect // 2
-        self._useless = self._useless + 1 if useless else 0
-        if self._useless >= 2 and not self.shelf.trouble:
-            self.shelf.trouble = ("this engine restores slots and then computes them "
-                                  "anew: nothing is saved or restored any more")
-            log.warning("%s", self.shelf.trouble)
+    def _settle_locked(self, lease: Lease, timings: Timings) -> None:
+        "The book after an ask: what its slot holds now, what it was like."
+        assert self.lock.held()
+        book, ours = self.book, lease.life == self.book.life
+        pinned = lease.slot is not None and ours
+        if pinned:
+            slot = book.slots[lease.seat]
+            self._learn_locked(lease, timings)
+        book.apply(Settled(lease.seat if pinned else -1, lease.ask, lease.request,
+                           lease.prompt if pinned else None, timings,
+                           lease.plan.expect, self.edges.clock.now(), lease.side,
+                           tuple(lease.ends)))
+        if pinned and lease.prompt is not None and not book.slots[lease.seat].size \
+                and slot.size:
+            log.warning("req=%d: the engine counted %d prompt tokens, toki %d; "
+                        "slot %d is believed empty", lease.ask,
+                        timings.cache_n + timings.prompt_n, slot.size, lease.seat)
+        if lease.vector is not None:
+            book.set_vector(lease.ask, lease.vector)
+        if ours and not pinned:
+            self._free_seat_locked(lease)
 
     def _regret_locked(self, lease: Lease, timings: Timings) -> None:
         "Judge the plan by what it took, against the estimate for the next best one."
+        assert self.lock.held()
         other = lease.plan.other_ms
         lease.regret_ms = lease.spent_ms + timings.prompt_ms - other if other else 0.0
         if lease.regret_ms > max(_REGRET_MS, other / 2):
@@ -15269,6 +15544,7 @@ class Keeper:
 
     def _learn_locked(self, lease: Lease, timings: Timings) -> None:
         "A hit that fell short may show another kind of memory than was believed."
+        assert self.lock.held()
         info = self.engine.info
         if info is None or self.engine.facts is not None or lease.request.raw:
             return
@@ -15279,53 +15555,6 @@ class Keeper:
             log.warning("req=%d reused %d of %d expected tokens: this model's memory "
                         "is %s, planned so from now on", lease.ask, timings.cache_n,
                         lease.plan.expect, kind)
-
-    def save_idle(self, p_loss: float = 0.0) -> bool:
-        """Save the most valuable unsaved slot while nobody asks; True when one was.
-        The chance of a loss, where not given, grows with the time that all is quiet.
-
-        Contexts saved this way survive a crash of toki or engine: worth it as soon as
-        computing the unsaved end again, times the chance of losing it, costs more than
-        the save.
-        """
-        with self.lock:
-            ability = self.ability() if self.state == "ready" else None
-            if ability is None or not ability.files or not ability.pinned \
-                    or self.open_count() or self.tickets:
-                return False
-            prices = Prices.of(self.book.rates)
-            quiet = self.edges.clock.now() - self._ended_at
-            ending = p_loss >= 1
-            p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
-            least = BLOCK // 4 if ending else 2 * BLOCK
-            turns = ending and must_extend(ability) and not prices.sure
-
-            def unsaved(s: Slot) -> int:
-                return max(s.size - s.shelved, s.turn - s.turned if turns else 0)
-            waiting = [s for s in self.book.slots if not s.busy and not s.opaque
-                       and unsaved(s) >= least and s.klass != "oneshot"
-                       and unsaved(s) * prices.prefill * p_loss > prices.saving(s.size)]
-            if not waiting:
-                return False
-            s = max(waiting, key=unsaved)
-            tokens = self.book.trie.tokens((self.book.life, s.slot))
-            life = self.book.life
-            self.book.slots[s.slot] = s._replace(busy=-1)
-        try:
-            if ending:                   # nobody goes on in this slot
-                self.mover.put_away(s, tokens, -1, both=True)
-            else:
-                self.mover.save(s.slot, "context", tokens, s.size + s.tail, s.slot)
-        finally:
-            with self.lock:
-                if life == self.book.life:
-                    now = self.book.slots[s.slot]
-                    # Also when it failed: not tried again until it changes.
-                    self.book.slots[s.slot] = now._replace(
-                        busy=0, shelved=now.size, turned=now.turn if ending
-                        else now.turned)
-                self._grant_locked()
-        return True
 
     # ---- slots for toki's own use -------------------------------------------
     def borrow(self, tokens: Tokens) -> Lease:
@@ -15369,18 +15598,12 @@ class Keeper:
         t = read_timings(reply)
         if t is not None:
             with self.lock:
-                self._caused(t.prompt_n + t.predicted_n)
+                self.others.caused(t.prompt_n + t.predicted_n)
                 self.book.counters.own_tokens += t.prompt_n
-
-    def drop_snap(self, snap_id: int) -> None:
-        with self.lock:
-            snap = self.book.snaps.get(snap_id)
-            self.book.apply(Unshelved(snap_id))
-        if snap is not None and self.shelf is not None:
-            self.shelf.remove(snap_id, snap.name)
 
     def _free_seat_locked(self, lease: Lease) -> None:
         "An unpinned ask sat on a slot's seat only to be counted."
+        assert self.lock.held()
         s = self.book.slots[lease.seat]
         if s.busy == lease.ask:
             self.book.slots[lease.seat] = Slot(lease.seat, uses=s.uses,
@@ -15388,6 +15611,7 @@ class Keeper:
 
     def _let_go_locked(self, lease: Lease, held: Optional[int]) -> None:
         "Without a settled reply: the slot holds `held` tokens now, None: unknown."
+        assert self.lock.held()
         if lease.life == self.book.life:
             if lease.slot is None:
                 self._free_seat_locked(lease)
@@ -15396,6 +15620,7 @@ class Keeper:
         self._end_locked(lease)
 
     def _end_locked(self, lease: Lease) -> None:
+        assert self.lock.held()
         self.ended += 1
         donor = lease.plan.donor
         if donor >= 0 and lease.life == self.book.life \
@@ -15404,7 +15629,7 @@ class Keeper:
         if lease.pinned and self.shelf is not None:
             self.shelf.done(lease.pinned)
             lease.pinned = 0
-        self._ended_at = self.edges.clock.now()
+        self.ended_at = self.edges.clock.now()
         self._leave_locked(lease.request)
         self._grant_locked()
         if not self.open_count() and not self.tickets:
@@ -15416,42 +15641,19 @@ class Keeper:
         if not lease.open:
             return
         lease.open = False
-        held = self._wait_until_free(lease) if sent else 0
+        held = self.mover.wait_until_free(lease, self.config.backend_timeout,
+                                          self.open_count) if sent else 0
         with self.lock:
             if lease.cached is None and sent:
                 # It said nothing yet: it may hold what it held before, or not.
                 held = None
                 self.book.counters.cancelled_early += 1
-            self._unsure = self._unsure or sent
+            if sent:
+                self.others.unsure()
             if held and lease.prompt is not None:
                 self.book.counters.cancelled_tokens += max(
                     0, min(held, len(lease.prompt.tokens)) - (lease.cached or 0))
             self._let_go_locked(lease, held)
-
-    def _wait_until_free(self, lease: Lease) -> Optional[int]:
-        "Tokens in the slot once the engine has let go of it; None when unknown."
-        info = self.engine.info
-        pause, end = 0.005, self.edges.clock.now() + self.config.backend_timeout
-        while self.edges.clock.now() < end and lease.life == self.book.life:
-            try:
-                if lease.slot is not None and info is not None and info.slots:
-                    busy, held = self.engine.slot_state(lease.slot)
-                    if not busy:
-                        return held
-                elif info is not None and info.metrics:
-                    if self.engine.metrics().get("requests_processing", 0) \
-                            < self.open_count():
-                        return None
-                else:
-                    self.edges.clock.sleep(2.0)  # cancelled within a second when quiet
-                    return None
-            except EngineGone:
-                return None
-            except TokiError:
-                return None
-            self.edges.clock.sleep(pause)
-            pause = min(pause * 1.5, 0.25)
-        return None
 
     def answered(self, request: Request, reused: int) -> None:
         "Whoever audits outputs may want to ask this again later."
@@ -15461,41 +15663,6 @@ class Keeper:
     def failed(self, kind: str) -> None:
         "Count an ask that ended as 'cancelled' or 'failed'."
         self._count(kind)
-
-    # ---- nearest prompt ----------------------------------------------------
-    def name_difference(self, lease: Lease, text: Callable[[], str]) -> str:
-        """A clause about the nearest known prompt, '' when the match is useful.
-
-        Called while the engine prefills, so it costs the ask nothing.
-        """
-        prompt = lease.prompt
-        if prompt is None or lease.request.raw or len(prompt.tokens) < BLOCK or \
-                max(lease.plan.expect, lease.plan.match) * 2 >= len(prompt.tokens):
-            return ""
-        vector = self._embed(prompt, text)
-        with self.lock:
-            self.book.counters.embeddings += 1
-            found = nearest(vector, self.book.candidates(lease.ask))
-            clause = ""
-            if found:
-                candidate, score = found
-                other = self.book.past.tokens(candidate.name)
-                at = common_prefix(prompt.tokens, other)
-                clause = (f"{score * 100:.0f} % like ask {candidate.name}, differs "
-                          f"from token {at}")
-            lease.vector = vector
-        return clause
-
-    def _embed(self, prompt: Prompt, text: Callable[[], str]) -> list:
-        "By the embedding engine when there is one; any trouble falls back to the hash."
-        if self.embedder is not None:
-            try:
-                data = self.embedder.json("POST", "/v1/embeddings", {
-                    "input": text_segments(text())}, timeout=10)["data"]
-                return mean_vector([d["embedding"] for d in data])
-            except (TokiError, KeyError, TypeError, ValueError) as error:
-                log.debug("the embedding engine failed: %s", error)
-        return embed_tokens(prompt.tokens)
 
     # ---- what the faces see -------------------------------------------------
     def document(self) -> dict:
@@ -15512,7 +15679,7 @@ class Keeper:
                      for s in self.book.slots]
             counters, rates = self.book.counters.as_dict(), self.book.rates.as_dict()
             waiting = len(self.tickets)
-            recent = list(self.recent)[-50:]
+            recent = list(self.accounts.recent)[-50:]
             held = self.book.held()
         return {
             "schema": 1, "toki": __version__, "started": self.started,
@@ -15524,87 +15691,15 @@ class Keeper:
                 "life": self.book.life, "profile": self.engine.profile,
                 **({k: v for k, v in info._asdict().items() if k != "template"}
                    if info else {})},
-            "shelf": self._shelf_document(), "slots": slots, "waiting": waiting,
+            "shelf": dict(self.stock.document(), outputs=dict(self.audited)),
+            "slots": slots, "waiting": waiting,
             "queue_ms_estimate": self.queue_estimate_ms() if waiting else None,
-            "open": self.open_count(), "forest": self._picture(held),
+            "open": self.open_count(), "forest": self.forest.draw(held),
             "counters": counters, "rates": rates, "shortcut": self.prompter.shortcut_on,
             "memory": {"known_prompts": len(self.book.known),
                        "known_bytes": self.book.known_bytes,
                        "text_bytes": self.prompter.texts.used},
             "recent": recent}
-
-    def _picture(self, held: list) -> list:
-        """Who holds which tokens, as runs drawn once; made outside the lock, and anew
-        only when somebody holds something else."""
-        old, forest = self._forest
-        if len(old) != len(held) or any(
-                a.name != b.name or a.tokens is not b.tokens
-                for a, b in zip(old, held)):
-            forest = prefix_forest(held)
-            self._forest = (held, forest)
-        return forest
-
-    def _shelf_document(self) -> dict:
-        with self.lock:
-            snaps = [s._asdict() for s in self.book.snaps.values()]
-        return {"on": self.shelf is not None and not self.shelf.trouble,
-                "trouble": self.shelf.trouble if self.shelf else "",
-                "certificate": self.shelf.certificate if self.shelf else {},
-                "outputs": dict(self.audited),
-                "days": {d: v._asdict() for d, v in sorted(self.shelf.days.items())}
-                if self.shelf else {},
-                "namespace": self.shelf.namespace if self.shelf else "",
-                "disk": sum(s["disk"] for s in snaps),
-                "folder": self.shelf_folder,
-                "bytes": sum(s["n_bytes"] for s in snaps),
-                "budget": int(self.config.shelf_gb * (1 << 30)), "snapshots": snaps}
-
-    def record(self, row: dict, prompt: Optional[Prompt]) -> None:
-        "One finished ask, for ledger and faces."
-        row["run"] = self.run
-        self.recent.append(row)
-        self.feed.post(dict(row, event="done"))
-        if self.ledger is not None:
-            self.ledger.add(row, prompt and prompt.tokens, prompt.starts if prompt
-                            else ())
-
-    def why(self, ask: int) -> dict:
-        """What an ask of this run computed and why, in figures and words; its text is
-        made of token ids here and now.  Raises Missing for an unknown one."""
-        if self.ledger is None:
-            raise Missing("no history is kept", "set history on")
-        known = self.ledger.history(self.run, ask)
-        if not known or known[0].ask != ask:
-            raise Missing(f"ask {ask} is not in the history",
-                          f"the latest one is {self.asks}", code="unknown_ask")
-        mine, info = known[0], self.engine.info
-        if not mine.tokens:
-            raise Missing(f"the tokens of ask {ask} are not known",
-                          "it was not answered, had pictures, or was forgotten")
-        kind = info.kind if info else "rewindable"
-        try:
-            d = diagnose(mine, known[1:], self._text, kind)
-        except TokiError:                # the engine is away: what figures alone say
-            d = diagnose(mine, known[1:], None, kind)
-        rate = self.book.rates.prefill_ms
-        row = next((r for r in self.recent if r["ask"] == ask), {})
-        return {"ask": ask, "class": d.kind, "prompt_tokens": len(mine.tokens),
-                "reused_tokens": mine.reused, "like_ask": d.like,
-                "first_differing_token": d.at, "section": d.section,
-                "lost_tokens_estimate": d.lost,
-                "lost_ms_estimate": None if rate is None else round(d.lost * rate, 1),
-                "mine": d.mine, "theirs": d.theirs, "evicted_by": d.by,
-                "remedy": d.remedy, "plan": row.get("why", "")}
-
-    def _text(self, tokens: Tokens) -> str:
-        return self.engine.detokenize(tokens) if tokens else ""
-
-    def save_all(self, patience_s: float = 20) -> None:
-        "Before the engine stops: everything worth keeping goes to the shelf."
-        end = self.edges.clock.now() + patience_s
-        with contextlib.suppress(TokiError):
-            while self.edges.clock.now() < end and self.save_idle(1.0):
-                pass
 
     def stop(self) -> None:
         self.keep_rates()
@@ -15613,33 +15708,162 @@ class Keeper:
         self.up.set()                    # let waiting asks see that it ends
 
 
-def cache_report(lease: Lease, timings: Timings, ttft_ms: Optional[float],
-                 prefill_ms: Optional[float], why: str) -> dict:
-    """The `cache` object of a reply.
+# ============================================================================
+# 46. WATCH - beside the asks: is the engine well, who else uses it, what to save?
+#    uses: WORDS, TOKENS, BOOK, DECIDE, EDGES, KEEPER.  offers: Watcher, look_after.
+# ============================================================================
+_LOOK_S, _LOOK_SOON_S = 2.0, 0.25    # between looks at a ready engine, at another one
+_P_LOSS = 0.1                # chance that a slot is lost before its next turn
+_GAP_S = 0.05
+_REST_S = 1.0                # so long a pause may become a long one
+_QUIET_S = 20.0              # before certificates and audits
 
-    `from_engine` lists the engine's own figures; the rest is what toki decided, and
-    `saved_ms_estimate` (~) is reused tokens x this engine's measured prefill time.
-    """
-    plan, proven = lease.plan, timings.cache_n - lease.side
-    source = (lease.moved or "resident") if proven > 0 else "none"
-    saved = None if prefill_ms is None else round(proven * prefill_ms, 1)
-    return {
-        "kind": verdict(max(0, proven)), "source": source,
-        "slot": lease.slot, "mode": "raw" if lease.request.raw else "cached",
-        "key_match": plan.match >= BLOCK,
-        "prompt_tokens": timings.cache_n + timings.prompt_n, "reused_tokens": proven,
-        "expected_tokens": plan.expect,
-        "computed_tokens": timings.prompt_n + lease.side,
-        "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
-        "saved_ms_estimate": saved, "why": why, "ask": lease.ask,
-        "steadied": list(lease.request.steadied),
-        "from_engine": ["prompt_tokens", "reused_tokens", "computed_tokens"]}
+
+def look_after(keeper: Keeper) -> None:
+    "Does the engine answer, and does it work for somebody else?"
+    if keeper.state != "ready":
+        keeper.attach()
+        return
+    if not keeper.engine.healthy():
+        # Busy machines answer late: believe it only when it happens twice.
+        keeper.edges.clock.sleep(0.5)
+        if not keeper.engine.healthy():
+            keeper.lost("it does not answer")
+        return
+    if not keeper.managed:
+        _look_for_others(keeper)
+
+
+def _look_for_others(keeper: Keeper) -> None:
+    engine, info = keeper.engine, keeper.engine.info
+    if info is None:
+        return
+    try:
+        if engine.sleeping():
+            keeper.fell_asleep()
+            return
+        if not info.metrics:
+            return
+        with keeper.lock:
+            before = keeper.began, keeper.ended
+        counters = engine.metrics()
+    except TokiError:
+        return
+    keeper.judge_others(counters, *before)
+
+
+class Watcher:
+    "Looks after a keeper's engine; `run` is the loop of a thread."
+
+    def __init__(self, keeper: Keeper):
+        self.keeper, self.clock = keeper, keeper.edges.clock
+        self.on_idle: list = []          # called when all is quiet; True: more to do
+        self._rated_asks = 0             # asks at the time when rates were kept
+
+    def run(self) -> None:
+        "Health and others now and then, saves as soon as nobody asks."
+        keeper, look_at = self.keeper, 0.0
+        while not keeper.stopping.is_set():
+            now = self.clock.now()
+            try:
+                if now >= look_at or keeper.phantom.is_set():
+                    keeper.phantom.clear()
+                    look_after(keeper)
+                    look_at = now + (_LOOK_S if keeper.state == "ready"
+                                     else _LOOK_SOON_S)
+                with contextlib.suppress(TokiError):
+                    while not keeper.stopping.is_set() and self.save_idle():
+                        pass
+                    self._idle_work()
+            except Exception:                # a watcher must not die
+                log.exception("watching the engine failed")
+            now = self.clock.now()
+            rest = keeper.ended_at + _REST_S - now   # saves are cheaper from then on
+            pause = min(look_at - now, rest + 0.01) if rest > 0 else look_at - now
+            if keeper.nudge.wait(max(0.05, pause)):
+                keeper.nudge.clear()
+                self.clock.sleep(_GAP_S)     # who asks at once is not kept waiting
+
+    def _idle_work(self) -> None:
+        "Rates are kept; certificates, audits."
+        keeper = self.keeper
+        with keeper.lock:
+            quiet = self.clock.now() - max(keeper.ended_at, keeper.ready_at)
+            busy = keeper.open_count() or keeper.tickets or keeper.state != "ready"
+        if busy or quiet < _QUIET_S or keeper.foreign:
+            return
+        asks = keeper.book.counters.asks
+        if asks != self._rated_asks:
+            self._rated_asks = asks
+            keeper.keep_rates()
+        for act in self.on_idle:
+            if act():
+                return
+
+    def save_idle(self, p_loss: float = 0.0) -> bool:
+        """Save the most valuable unsaved slot while nobody asks; True when one was.
+        The chance of a loss, where not given, grows with the time that all is quiet.
+
+        Contexts saved this way survive a crash of toki or engine: worth it as soon as
+        computing the unsaved end again, times the chance of losing it, costs more than
+        the save.
+        """
+        keeper, mover, ending = self.keeper, self.keeper.mover, p_loss >= 1
+        with keeper.lock:
+            number = self._most_unsaved_locked(p_loss, ending)
+        if number < 0:
+            return False
+        with keeper.resting(number) as held:
+            if not held:
+                return False
+            (s, tokens), life = held, keeper.book.life
+            try:
+                if ending:               # nobody goes on in this slot
+                    mover.put_away(s, tokens, -1, both=True)
+                else:
+                    mover.save(number, "context", tokens, number)
+            finally:
+                # Also when it failed: not tried again until it changes.
+                with keeper.lock:
+                    if life == keeper.book.life:
+                        now = keeper.book.slots[number]
+                        keeper.book.slots[number] = now._replace(
+                            shelved=now.size, turned=now.turn if ending else now.turned)
+        return True
+
+    def _most_unsaved_locked(self, p_loss: float, ending: bool) -> int:
+        "The slot of most unsaved tokens that are worth a save, -1 for none."
+        keeper = self.keeper
+        assert keeper.lock.held()
+        ability = keeper.ability() if keeper.state == "ready" else None
+        if ability is None or not ability.files or not ability.pinned \
+                or keeper.open_count() or keeper.tickets:
+            return -1
+        prices = Prices.of(keeper.book.rates)
+        quiet = self.clock.now() - keeper.ended_at
+        p_loss = p_loss or (_P_LOSS if quiet > _REST_S else P_CRASH)
+        least = BLOCK // 4 if ending else 2 * BLOCK
+        turns = ending and must_extend(ability) and not prices.sure
+
+        def unsaved(s: Slot) -> int:
+            return max(s.size - s.shelved, s.turn - s.turned if turns else 0)
+        waiting = [s for s in keeper.book.slots if not s.busy and not s.opaque
+                   and unsaved(s) >= least and s.klass != "oneshot"
+                   and unsaved(s) * prices.prefill * p_loss > prices.saving(s.size)]
+        return max(waiting, key=unsaved).slot if waiting else -1
+
+    def save_all(self, patience_s: float = 20) -> None:
+        "Before the engine stops: everything worth keeping goes to the shelf."
+        end = self.clock.now() + patience_s
+        with contextlib.suppress(TokiError):
+            while self.clock.now() < end and self.save_idle(1.0):
+                pass
 
 
 # ============================================================================
-# 42. CERTIFY - may restored contexts be trusted here?
-#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, KEEPER.  offers: certify,
-#    canary, judge_trials, prove_fork, Auditor.
+# 47. CERTIFY - may restored contexts be trusted here?
+#    uses: WORDS, TOKENS, EMBED, WIRE, BOOK, EDGES, MOVES, ACCOUNT, KEEPER.
+#    offers: certify, canary, judge_trials, prove_fork, Auditor.
 #
 #    The same prompt fresh, reused in its slot, and restored from a file.  The control
 #    is the same prompt prefilled in two requests split at another place: it changes
@@ -15720,14 +15944,14 @@ def _trial(keeper: Keeper, lease: Lease, tokens: Tokens) -> Trial:
     control, control_text, _ = _generate(keeper, lease, tokens, True)
     _fill(keeper, lease, tokens[:cut])
     kept, restored, restored_text = 0, fresh, text
-    snap = keeper.mover.save(lease.seat, "head", tokens[:cut], cut, -1,
+    snap = keeper.mover.save(lease.seat, "head", tokens[:cut], -1,
                              label="toki-check")
     if snap is not None:
         keeper.mover.erase(lease)
         keeper.shelf.use(snap.id)
         if keeper.mover.restore(lease, snap.id):
             restored, restored_text, kept = _generate(keeper, lease, tokens, True)
-        keeper.drop_snap(snap.id)
+        keeper.stock.drop(snap.id)
     texts = (reused_text, restored_text, control_text)
     return Trial(*(round(_largest_gap(fresh, run), 4)
                    for run in (reused, restored, control)), kept,
@@ -15789,11 +16013,11 @@ def prove_fork(keeper: Keeper) -> dict:
         held.callback(keeper.hand_back, source, 0)
         target = source
         _fill(keeper, source, tokens[:cut])
-        snap = keeper.mover.save(source.seat, "head", tokens[:cut], cut, -1,
+        snap = keeper.mover.save(source.seat, "head", tokens[:cut], -1,
                                  label="toki-check")
         if snap is None:
             raise TokiError("the snapshot was not saved", "see `toki logs`")
-        held.callback(keeper.drop_snap, snap.id)
+        held.callback(keeper.stock.drop, snap.id)
         if info.n_slots > 1:
             target = keeper.borrow(tokens)
             held.callback(keeper.hand_back, target, 0)
@@ -15829,7 +16053,7 @@ def canary(keeper: Keeper, old: bool) -> bool:
                     and _largest_gap(before, out) <= 4 * _NOISE
             return False
         _fill(keeper, lease, tokens)
-        snap = keeper.mover.save(lease.seat, "head", tokens, n, -1, "toki-canary", True)
+        snap = keeper.mover.save(lease.seat, "head", tokens, -1, "toki-canary", True)
         if snap is not None:
             out, _, _ = _generate(keeper, lease, tokens + tokens[:4], True)
             shelf.set_canary({"id": snap.id, "positions": [(i, p) for i, p, _ in out]})
@@ -15884,9 +16108,7 @@ class Auditor:
         if embedder is None:
             return None
         with contextlib.suppress(TokiError, KeyError, TypeError):
-            return tuple(mean_vector([d["embedding"] for d in embedder.json(
-                "POST", "/v1/embeddings", {"input": text_segments(text)})["data"]])
-                for text in texts)
+            return tuple(engine_vector(embedder, text) for text in texts)
         return None
 
     def _answer(self, request: Request) -> str:
@@ -15910,7 +16132,7 @@ class Auditor:
 
 
 # ============================================================================
-# 43. DESK - what people ask of the shelf: names, pins, warm heads, archives.
+# 48. DESK - what people ask of the shelf: names, pins, warm heads, archives.
 #    uses: WORDS, WIRE, BOOK, KEEPER, CERTIFY.  offers: Desk, DESK_VERBS.
 # ============================================================================
 DESK_VERBS = {
@@ -15988,9 +16210,9 @@ class Desk:
         with self.keeper.resting(number) as held:
             if not held:
                 return held
-            slot, tokens = held
-            return self.keeper.mover.save(number, "context", tokens, slot.size
-                                          + slot.tail, number, label, True) or ()
+            _, tokens = held
+            return self.keeper.mover.save(number, "context", tokens, number, label,
+                                          True) or ()
 
     def _restore(self, body: dict) -> dict:
         ref = self._ref(body)
@@ -16038,7 +16260,7 @@ class Desk:
         else:
             snaps = self._named(ref)
         for snap in snaps:
-            self.keeper.drop_snap(snap.id)
+            self.keeper.stock.drop(snap.id)
         self.keeper.shelf.settle()
         return {"dropped": len(snaps), "bytes": sum(s.disk for s in snaps)}
 
@@ -16066,7 +16288,7 @@ class Desk:
             if lease.ends[-1:] != [end]:
                 keeper.mover.prefill(lease, end, quiet)
             held, spent = end, lease.side
-            snap = keeper.mover.save(lease.seat, "head", prompt.tokens[:end], end,
+            snap = keeper.mover.save(lease.seat, "head", prompt.tokens[:end],
                                      lease.seat, pinned=True, must=True)
         finally:
             keeper.hand_back(lease, held)
@@ -16091,7 +16313,7 @@ class Desk:
                 shelf.done(snap.id)
             if wrong:
                 bad[snap.name] = wrong
-                keeper.drop_snap(snap.id)
+                keeper.stock.drop(snap.id)
         return {"files": len(snaps), "dropped": bad, "certificate": certify(keeper)}
 
     # ---- archives -----------------------------------------------------------------
@@ -16124,7 +16346,7 @@ class Desk:
                     shelf.done(snap.id)
             manifest = json.dumps({"schema": 1, "toki": __version__,
                                    "made": time_text(self.edges.clock.wall()),
-                                   "fits": keeper.namespace_parts(),
+                                   "fits": keeper.identity.parts(),
                                    "snapshots": entries}, indent=1).encode()
             info = tarfile.TarInfo(_MANIFEST)
             info.size = len(manifest)
@@ -16153,7 +16375,7 @@ class Desk:
         manifest = json.loads(tar.extractfile(member).read())
         if manifest.get("schema") != 1:
             raise ValueError(f"schema {manifest.get('schema')!r}, 1 expected")
-        ours = self.keeper.namespace_parts()
+        ours = self.keeper.identity.parts()
         for name, value in ours.items():
             if manifest["fits"].get(name) != value:
                 raise BadAsk(f"the archive does not fit: {name} is "
@@ -16204,7 +16426,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 # ============================================================================
-# 44. FLEET - one engine, several models: whose turn is it?
+# 49. FLEET - one engine, several models: whose turn is it?
 #    uses: EDGES.  offers: ModelTurns.
 #
 #    Asks for one model run side by side; an ask for another one waits until they are
@@ -16271,7 +16493,7 @@ class ModelTurns:
 
 
 # ============================================================================
-# 45. HTTP - framing, limits, deadlines: a server made of http.server.
+# 50. HTTP - framing, limits, deadlines: a server made of http.server.
 #    uses: WORDS, EDGES.  offers: Exchange, FastServer, open_server,
 #    is_loopback.
 #
@@ -16739,9 +16961,9 @@ def open_server(host: str, port: int, answer: Callable[[Exchange], None], most: 
 
 
 # ============================================================================
-# 46. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
+# 51. RELAY - an ask to the engine, its reply to the client: streamed, kept alive.
 #    uses: WORDS, SETTINGS, WIRE, TURNS, OUTPUTS, BOOK, EDGES, ENGINE,
-#    RECALL, MOVES, KEEPER, HTTP.
+#    RECALL, MOVES, ACCOUNT, KEEPER, WATCH, HTTP.
 #    offers: Relay, send_error, new_id, allowed_silence_s.
 #
 #    A reply is relayed as it comes or assembled for a client that does not stream; each
@@ -17154,7 +17376,7 @@ class Relay:
                             error.message)
                 # A dying process may answer /health for a moment yet.
                 self.edges.clock.sleep(0.2 * (attempt + 1))
-                self.keeper.watch_once()
+                look_after(self.keeper)
 
     def _run_once(self, ask: Request, reply: _Reply, many: int) -> None:
         ask, core, lease = self._admitted(ask, reply)
@@ -17208,7 +17430,7 @@ class Relay:
             up = keeper.engine.open(PATHS[ask.route],
                                     engine_json(ask, core, lease.slot, room))
             keeper.prompter.remember(lease.prompt)
-            note = keeper.name_difference(
+            note = keeper.accounts.name_difference(
                 lease, lambda: core.decode("utf-8", "replace"))
             if note:
                 self.notes[lease.ask] = note
@@ -17283,7 +17505,7 @@ class Relay:
                  "-" if lease.slot is None else lease.slot, t.cache_n if t else "-",
                  t.cache_n + t.prompt_n if t else "-", fmt_ms(reply.ttft_ms),
                  fmt_ms(total_ms), self.why(lease))
-        self.keeper.record({
+        self.keeper.accounts.record({
             "ask": lease.ask, "at": self.edges.clock.wall(), "life": lease.life,
             "route": ask.route, "model": ask.model, "client": ask.client,
             "conversation": ask.conversation, "klass": ask.klass,
@@ -17319,7 +17541,7 @@ class Relay:
 
 
 # ============================================================================
-# 47. GATEWAY - routes: bytes in and out, never decides.
+# 52. GATEWAY - routes: bytes in and out, never decides.
 #    uses: WORDS, SETTINGS, EMBED, WIRE, TURNS, MESSAGES, RESPONSES, OUTPUTS, STEADY,
 #    BOOK, EDGES, RECALL, MOVES, KEEPER, DESK, FLEET, HTTP, RELAY.  offers: Gateway,
 #    ROUTES, Route, page_headers, prometheus.
@@ -17829,7 +18051,7 @@ class Gateway:
             raise BadAsk(f"{asked[:40]!r} is no number of an ask", "or say `latest`")
         for keeper in keepers:
             try:
-                x.send_json(200, keeper.why(int(asked)))
+                x.send_json(200, keeper.accounts.why(int(asked), keeper.asks))
                 return
             except Missing as error:
                 if error.code != "unknown_ask":
@@ -17854,7 +18076,7 @@ class Gateway:
 
 
 # ============================================================================
-# 48. UNPACK - archives from elsewhere, opened so that nothing lands outside.
+# 53. UNPACK - archives from elsewhere, opened so that nothing lands outside.
 #    uses: WORDS.  offers: unpack, safe_members, safe_name, UNPACK_BYTES, UNPACK_FILES.
 #
 #    Files and links only; every name is checked before anything is created; links are
@@ -18063,7 +18285,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 
 
 # ============================================================================
-# 49. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
+# 54. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
 #    ENGINE_FILES.
@@ -18213,7 +18435,7 @@ def launch_env(program: str, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 50. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
+# 55. RELEASE - this machine as llama.cpp's releases see it, and what they offer it.
 #    uses: WORDS, SETTINGS, ASSETS, EDGES, FETCH.  offers: Release, look_around,
 #    find_release, release_on_mirror.
 #
@@ -18441,7 +18663,7 @@ def release_on_mirror(base: str, tag: str, edges: Edges) -> Release:
 
 
 # ============================================================================
-# 51. PROBE - does this engine run here, and on the device that was asked for?
+# 56. PROBE - does this engine run here, and on the device that was asked for?
 #    uses: WORDS, ASSETS, REMEDY, EDGES, MACHINE, ENGINE, ENGINES.  offers: Proof,
 #    probe_engine, backend_of_folder, loader_words.
 #
@@ -18606,7 +18828,7 @@ def _smoke(program: str, backend: str, edges: Edges, where: Places, env: dict,
 
 
 # ============================================================================
-# 52. MODELS - the models of this machine: registered, imported, checked, removed.
+# 57. MODELS - the models of this machine: registered, imported, checked, removed.
 #    uses: WORDS, SETTINGS, GGUF, FIT, PICK, REGISTRY, EDGES, MACHINE, ENGINE, FETCH,
 #    UNPACK, ENGINES.  offers: registry_path, read_registry, change_registry,
 #    entry_paths, inspect_model, register, import_model, old_registry, models_rows,
@@ -19206,7 +19428,7 @@ def entry_setup(entry: Entry, registry: Registry, config: Config,
 
 
 # ============================================================================
-# 53. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
+# 58. PULL - a model from the hub: pinned to a commit, resumed, checked, registered.
 #    uses: WORDS, SETTINGS, PICK, REGISTRY, EDGES, MACHINE, FETCH, UNPACK, MODELS.
 #    offers: Wanted, parse_wanted, pull_model, PUBLIC_HUB.
 # ============================================================================
@@ -19587,7 +19809,7 @@ def pull_model(wanted: Wanted, config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 54. INSTALL - get an engine and a starter model.
+# 59. INSTALL - get an engine and a starter model.
 #    uses: WORDS, SETTINGS, ASSETS, PICK, EDGES, MACHINE, ENGINE, FETCH, UNPACK,
 #    ENGINES, RELEASE, PROBE, MODELS.  offers: Finding, Wish, find_engine, find_model,
 #    obtain_engine, install_engine, install_llama, install_model, engine_help,
@@ -20248,11 +20470,11 @@ def install_model(config: Config, where: Places, edges: Edges,
 
 
 # ============================================================================
-# 55. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
+# 60. DAEMON - one gateway in front of one engine: begun, kept alive, changed over.
 #    uses: WORDS, SETTINGS, GGUF, FIT, REMEDY, EDGES, MACHINE, ENGINE, LEDGER, RECALL,
-#    KEEPER, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.  offers: Daemon,
-#    running_daemon, daemon_address, daemon_json, memory_for, known_remedies,
-#    last_choice, keep_choice.
+#    KEEPER, WATCH, CERTIFY, FLEET, HTTP, GATEWAY, ENGINES, MODELS, INSTALL.
+#    offers: Daemon, running_daemon, daemon_address, daemon_json, memory_for,
+#    known_remedies, last_choice, keep_choice.
 #
 #    An engine that fails is started again, without what it failed on; another model
 #    takes its place, or stands beside it as a daemon without a port.
@@ -20350,6 +20572,7 @@ class Daemon:
         self.said: set = set()           # warnings that hold for every start
         self.memory_plan: Optional[MemoryPlan] = None
         self.keeper: Optional[Keeper] = None
+        self.watcher: Optional[Watcher] = None
         self.server: Optional[FastServer] = None
         self.recall: Optional[Recall] = None
 
@@ -20515,7 +20738,7 @@ class Daemon:
         if config.engine_bin:
             plan["binary"] = find_engine(config, self.where, self.edges, log.info).path
         log.info("changing over to %s", name)
-        keeper.save_all()
+        self.watcher.save_all()
         self.before = self.plan
         self._take_plan(plan)
         self.changing = True
@@ -20713,6 +20936,7 @@ class Daemon:
                              embedder, shelf if self.lock_file else "",
                              self.where.file("shelf.db"),
                              self.where.file("rates.json") if self.lock_file else "")
+        self.watcher = Watcher(self.keeper)
         self._audit(self.keeper)
         self.recall = self.lent or Recall(config, edges, self.where.file("recall.db")
                                           if ledger is not None else "")
@@ -20730,7 +20954,7 @@ class Daemon:
         if self.plan is not None:
             threading.Thread(target=self._supervise, name="toki-engine",
                              daemon=True).start()
-        threading.Thread(target=self.keeper.watch, name="toki-watch",
+        threading.Thread(target=self.watcher.run, name="toki-watch",
                          daemon=True).start()
 
     def _audit(self, keeper: Keeper) -> None:
@@ -20738,7 +20962,7 @@ class Daemon:
         auditor = Auditor(keeper, self.config.audit)
         auditor.counts = keeper.audited
         keeper.on_answer.append(auditor.offer)
-        keeper.on_idle.append(auditor.step)
+        self.watcher.on_idle.append(auditor.step)
         keeper.on_attach = lambda old: canary(keeper, old)
         tried: set = set()
 
@@ -20750,7 +20974,7 @@ class Daemon:
             tried.add(shelf.namespace)
             certify(keeper)
             return True
-        keeper.on_idle.append(once)
+        self.watcher.on_idle.append(once)
 
     def url(self) -> str:
         return http_address(self.config.host, self.server.server_port)
@@ -20786,7 +21010,7 @@ class Daemon:
             end = self.edges.clock.now() + 5
             while keeper.open_count() and self.edges.clock.now() < end:
                 self.edges.clock.sleep(0.05)
-            keeper.save_all()
+            self.watcher.save_all()
             keeper.stop()
         if server is not None:
             server.server_close()
@@ -20806,7 +21030,7 @@ class Daemon:
 
 
 # ============================================================================
-# 56. STACK - up, down, status: engine and daemon as one thing.
+# 61. STACK - up, down, status: engine and daemon as one thing.
 #    uses: WORDS, SETTINGS, EMBED, FIT, EDGES, MACHINE, ENGINE, MODELS, INSTALL, DAEMON.
 #    offers: stack_up, stack_down, self_check, status_text, why_text, cache_stats,
 #    given_flags, model_setup.
@@ -21080,7 +21304,7 @@ def status_text(state: dict) -> str:
 
 
 # ============================================================================
-# 57. LAUNCH - start an agent, pinned to the model that runs here.
+# 62. LAUNCH - start an agent, pinned to the model that runs here.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, DAEMON, STACK.  offers: find_agent,
 #    agent_command, check_batch, agent_version, agent_facts, show_wiring, launch,
 #    served_model.
@@ -21334,7 +21558,7 @@ def _show_launch(agent: Agent, c: Any, extra: Sequence[str], as_json: bool,
 
 
 # ============================================================================
-# 58. WIRED - a client's own configuration that points here until it is taken back.
+# 63. WIRED - a client's own configuration that points here until it is taken back.
 #    uses: WORDS, AGENTS, EDGES, MACHINE, LAUNCH.  offers: WIRES, wire_client,
 #    unwire_client, rewire_all, wired_text, unwired_text.
 #
@@ -21680,7 +21904,7 @@ def rewire_all(c: Any) -> list:
 
 
 # ============================================================================
-# 59. SERVICE - toki as a service of this user: install, remove, status.
+# 64. SERVICE - toki as a service of this user: install, remove, status.
 #    uses: WORDS, SETTINGS, UNITS, EDGES, MACHINE, DAEMON, STACK.  offers:
 #    service_install, service_remove, service_status, SERVICE_VERBS.
 # ============================================================================
@@ -21794,7 +22018,7 @@ def service_status(config: Config, where: Places, edges: Edges) -> dict:
 
 
 # ============================================================================
-# 60. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
+# 65. SCREEN - a terminal: keys in, styled lines out, only what changed is painted.
 #    uses: WORDS, EDGES.  offers: Key, KeyReader, clean_text, text_width, text_cut,
 #    text_wrap, Line, line_width, line_text, line_pad, line_sides, line_columns, bar,
 #    style_depth, line_paint, Painter, Editor, App, run_screen, fit_lines, help_lines.
@@ -22435,7 +22659,7 @@ def run_screen(app: App, state: Any, edges: Edges) -> tuple:
 
 
 # ============================================================================
-# 61. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
+# 66. CHAT - a conversation in the terminal, as raw, cached, or both side by side.
 #    uses: WORDS, EMBED, EDGES, ENGINE, SCREEN.  offers: Chat, Reply, ChatTurn,
 #    CacheLine, ChatWire, Answer, chat_frame, chat_step, run_chat, chat_lines,
 #    cache_text, word_diff, compare_replies, diff_lines, read_cache, MODES.
@@ -23077,7 +23301,7 @@ def diff_lines(raw: Answer, cached: Answer, width: int) -> list:
 
 
 # ============================================================================
-# 62. TOP - what runs, what is held and what each ask cost, live.
+# 67. TOP - what runs, what is held and what each ask cost, live.
 #    uses: WORDS, EDGES, SCREEN.  offers: Top, top_frame, top_step, run_top.
 # ============================================================================
 class Top(NamedTuple):
@@ -23321,7 +23545,7 @@ def run_top(ask: Callable[[], dict], edges: Edges, once: bool = False) -> int:
 
 
 # ============================================================================
-# 63. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
+# 68. LAUNCHER - bare `toki`: the chat and the agents, the model, the stack, settings.
 #    uses: WORDS, SETTINGS, EDGES, SCREEN.  offers: Launcher, Hall, BEAR,
 #    launcher_frame, launcher_step, run_launcher, with_setting.
 #
@@ -23838,7 +24062,7 @@ def run_launcher(hall: Hall, edges: Edges) -> int:
 
 
 # ============================================================================
-# 64. BENCH - toki's own cost, soak, and the everyday situations.
+# 69. BENCH - toki's own cost, soak, and the everyday situations.
 #    uses: WORDS, SETTINGS, TRIE, WIRE, FIT, REMEDY, EDGES, MACHINE, ENGINE, HTTP,
 #    ENGINES, INSTALL, DAEMON.  offers: Rig, SITUATIONS, run_situation, overhead_row,
 #    relay_row, soak, text_pairs, many_asks, emit, load, start_rig, stack_rig,
@@ -24368,7 +24592,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 
 
 # ============================================================================
-# 65. RUNS - workloads played on three arms of one engine build, ask by ask.
+# 70. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
 #    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
@@ -24672,7 +24896,7 @@ class Bench:
 
 
 # ============================================================================
-# 66. SIMULATE - what would be computed, with so many slots and this kind of memory?
+# 71. SIMULATE - what would be computed, with so many slots and this kind of memory?
 #    uses: WORDS, TOKENS, WIRE, BOOK, DECIDE, WORKLOADS.  offers: SIM_KINDS, Supposed,
 #    simulate, simulation_text.  pure: no engine, no model, no clock.
 #
@@ -24956,7 +25180,7 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 
 # ============================================================================
-# 67. DOCTOR - is everything fit, and if not, what to do.
+# 72. DOCTOR - is everything fit, and if not, what to do.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
 #    safe_log, bundle.
 # ============================================================================
@@ -25142,7 +25366,7 @@ def bundle(path: str, checks: Sequence[Check], config: Config, where: Places,
 
 
 # ============================================================================
-# 68. PAGE - the web page as one readable text.
+# 73. PAGE - the web page as one readable text.
 #    uses: nothing.  offers: PAGE.
 #
 #    Everything is in it: no other address is asked, and the headers that go with it
@@ -26885,7 +27109,7 @@ loadModels();
 
 
 # ============================================================================
-# 69. WEB - a second door to a running daemon, with TLS, for browsers.
+# 74. WEB - a second door to a running daemon, with TLS, for browsers.
 #    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, MOVES, HTTP, GATEWAY.
 #    offers: Front, tls_context, serve_web, run_web.
 #
@@ -27032,7 +27256,7 @@ def _show(url: str, where: Places, edges: Edges, say: Callable[[str], None]) -> 
 
 
 # ============================================================================
-# 70. COMMANDS - how a subcommand is declared; those of the stack and its clients.
+# 75. COMMANDS - how a subcommand is declared; those of the stack and its clients.
 #    uses: everything above.  offers: COMMANDS, GROUPS, Context, arg, subcommand,
 #    JSON_ARG, RUN_SETTINGS, SEEN_SETTINGS.
 # ============================================================================
@@ -27337,7 +27561,7 @@ def cmd_doctor(c: Context) -> int:
 
 
 # ============================================================================
-# 71. CATALOG - `toki model`: fetch, import, list, check, use and remove.
+# 76. CATALOG - `toki model`: fetch, import, list, check, use and remove.
 #    uses: everything above.  offers: use_by_name, model_install_llama,
 #    INSTALL_LLAMA_ARGS, INSTALL_LLAMA_SETTINGS.
 # ============================================================================
@@ -27634,7 +27858,7 @@ subcommand(*INSTALL_LLAMA_ARGS, settings=INSTALL_LLAMA_SETTINGS, group="model",
 
 
 # ============================================================================
-# 72. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
+# 77. MEASURE - `toki bench` and `toki simulate`: what reuse brings on this machine.
 #    uses: everything above.  offers: cmd_bench, cmd_simulate.
 # ============================================================================
 @subcommand(arg("what", nargs="?", metavar="WHAT", choices=(
@@ -27879,7 +28103,7 @@ def _bench_soak(c: Context, where: Places, binary: str, model: str) -> dict:
 
 
 # ============================================================================
-# 73. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
+# 78. FACES - `toki tui`, `top`, `diff` and `web`, and what the launcher can cause.
 #    uses: everything above.  offers: bare_toki.
 # ============================================================================
 _URL = arg("--url", default="", help="a toki elsewhere, as http://HOST:PORT; its "
@@ -28090,7 +28314,7 @@ def cmd_page(c: Context) -> int:
 
 
 # ============================================================================
-# 74. MAIN - settings, completion, version; the command line read and run.
+# 79. MAIN - settings, completion, version; the command line read and run.
 #    uses: everything above.  offers: main, completion_script.
 # ============================================================================
 @subcommand(JSON_ARG, settings=RUN_SETTINGS)
