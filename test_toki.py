@@ -12625,7 +12625,8 @@ class RealPage(Case):
         self.assertEqual([e[1] for e in files], ["navigation"], got)
         self.assertGreater(sum(e[2] for e in files), 1000)
         self.assertLess(sum(e[2] for e in files), 100 << 10)
-        self.assertGreater(b.js("return performance.getEntriesByType('paint').length"), 0)
+        self.until(lambda: b.js("return performance.getEntriesByType('paint').length"),
+                   "something is painted")
 
     def test_drop_takes_a_snapshot_away(self):
         server = RealServer(tiny("llama-dense"))
