@@ -3210,7 +3210,7 @@ class Fit(Case):
     def test_words_and_json(self):
         p = self.limited(8)
         text = toki.facts_text(self.BIG._replace(template=False), p)
-        for word in ("128.0 KiB a token", "131,072 tokens", "--chat-template", "4,096",
+        for word in ("128.0 KiB a token", "131,072 tokens", "--template takes", "4,096",
                      "slots 4 -> 3"):
             self.assertIn(word, text)
         doc = json.loads(json.dumps(toki.facts_json(self.WINDOW, p)))
@@ -8684,7 +8684,7 @@ class RemedyRoom(Case):
              (("--ctx-size", "4096"),)),
             ("killed", -9, (), "", [], (("--ctx-size", "4096"),)),
             ("template", 1, ("init: chat template parsing error: x",), "", [],
-             (("--chat-template", "llama3"),)),
+             toki.template_flags("llama3", "")),
             ("illegal instruction", -4, (), "--no-repack", [], (("--no-repack", ""),)))
         for name, code, tail, help_text, drop, put in rows:
             with self.subTest(name):
@@ -8737,12 +8737,24 @@ class RemedyRoom(Case):
         self.assertEqual(toki.fit_flags(["--frob", "x"], "")[0], ["--frob", "x"])
 
     def test_a_known_template_by_name(self):
-        text = "list of built-in templates:\n  chatml, gemma, llama3, mistral-v7\n (env: X)"
         for architecture, name, want in (
                 ("llama", "Meta Llama-3.1-8B", "llama3"), ("gemma3", "x", "gemma"),
-                ("llama", "Mistral-7B", "mistral-v7"), ("gpt-oss", "x", "chatml"),
-                ("qwen2", "x", "chatml")):
-            self.assertEqual(toki.known_template(architecture, name, text), want)
+                ("llama", "Mistral-7B", "mistral-v1"), ("gpt-oss", "x", "chatml"),
+                ("llama", "deepseek-v2-lite", "deepseek2"), ("qwen2", "x", "chatml")):
+            self.assertEqual(toki.known_template(architecture, name), want)
+
+    def test_a_template_s_name_never_stands_for_a_template(self):
+        "An engine with --jinja takes it for one, and then every prompt is that name."
+        text = "--jinja, --no-jinja\nlist of built-in templates:\n  chatml, gemma, megrez\n (x"
+        for name, help_text, want in (
+                ("chatml", text, [("--chat-template", "chatml")]),
+                ("megrez", text, [("--no-jinja", ""), ("--chat-template", "megrez")]),
+                ("gemma", "list of built-in templates: gemma (x", [
+                    ("--chat-template", "gemma")])):     # an engine without --jinja
+            self.assertEqual(list(toki.template_flags(name, help_text)), want)
+        (flag, template), = toki.template_flags("gemma", text)
+        self.assertEqual(flag, "--chat-template")
+        self.assertIn("<start_of_turn>", template)
 
 
 class Units(Case):
@@ -11599,6 +11611,48 @@ class RealInstall(Real):
         with open(path, "wb") as f:
             f.write(data[:at + 8] + b"{% for x in %}".ljust(n) + data[at + 8 + n:])
         return path
+
+    def no_template(self, name):
+        "A tiny model that brings no chat template and calls itself so (15 letters)."
+        with open(tiny("llama-dense"), "rb") as f:
+            data = f.read()
+        path = os.path.join(self.folder(), "none.gguf")
+        with open(path, "wb") as f:
+            f.write(data.replace(b"tokenizer.chat_template", b"tokenizer.chat_nothing_")
+                    .replace(b"tiny-llama-dense", name.encode().ljust(16, b"-")[:16]))
+        return path
+
+    def test_a_model_without_template_hears_what_is_said(self):
+        d = self.daemon("http://127.0.0.1:1", wait=False, state=self.folder(), threads=1,
+                        edges=toki.REAL, engine_args="--no-repack", ctx=1024, plan={
+                            "binary": real_engine(), "model": self.no_template("gemma")})
+        self.until(lambda: d.keeper.state == "ready", "the engine is ready", 60)
+        self.assertTrue(d.engine.info.renders)
+        self.assertIn("<start_of_turn>user\nHi there<end_of_turn>", d.engine.render(
+            json.dumps({"messages": [{"role": "user", "content": "Hi there"}]}).encode()))
+
+    def test_templates_are_those_that_the_engine_knows_by_name(self):
+        chats = [[dict(role=r, content=f"{r} {i}") for i, r in enumerate(roles)] for roles in (
+            ("system", "user", "assistant", "user"), ("user", "assistant", "user"))]
+        said = {}
+        for name in toki._TEMPLATES:
+            for way in (["--jinja", *(w for p in toki.template_flags(name, "") for w in p)],
+                        ["--no-jinja", "--chat-template", name]):
+                server = RealServer(tiny("llama-dense"), *way)
+                engine = toki.Engine(server.url)
+                said.setdefault(name, []).append([engine.render(json.dumps(
+                    {"messages": chat}).encode()) for chat in chats])
+                server.stop()
+        for name, (ours, theirs) in said.items():
+            with self.subTest(name):
+                self.assertEqual(ours, theirs)
+
+    def test_a_template_that_leaves_out_what_is_said_is_told(self):
+        server = RealServer(tiny("llama-dense"), "--jinja", "--chat-template", "gemma")
+        self.addCleanup(server.stop)
+        d = self.daemon(server.url)
+        checks = toki._check_engine(d.keeper.document()["engine"])
+        self.assertEqual((checks[0].level, checks[0].text), ("FAIL", toki.NOT_RENDERED))
 
     def test_from_a_folder_with_a_smoke_run(self):
         source, where, said = self.folder(), toki.places({}, self.folder()), []

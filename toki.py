@@ -6612,11 +6612,12 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
     spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
                 and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
                 for o in options)
-    if spare and at_risk < prices.saving(end):
+    cost = prices.saving(end) + prices.stop
+    if spare and at_risk < cost:
         return 0
     new = end - max(best.reach, *heads, 0)
     worth = _P_RETURN.get(request.klass, 0.8) * (end - max(kept, *heads, 0)) \
-        * prices.prefill > prices.saving(end)
+        * prices.prefill > cost
     return end if new >= BLOCK // 8 and end >= _HEAD_MIN and worth else 0
 
 
@@ -8751,8 +8752,8 @@ def facts_text(facts: ModelFacts, plan: Optional[MemoryPlan] = None) -> str:
              if facts.state_bytes else ""),
             ("trained context", f"{fmt_n(facts.n_ctx_train)} tokens"),
             ("chat template", "yes" if facts.template else
-             "none: chats get the engine's default format; give one with "
-             "--engine-args \"--chat-template NAME\"")]
+             "none: one that fits the model's name is used; --template takes another "
+             "name or a Jinja file")]
     rows += [("guessed", note) for note in facts.notes]
     if plan is not None:
         rows.append(("plan", fit_text(plan)))
@@ -9410,7 +9411,7 @@ def device_lines(text: str, backend: str) -> list:
 # ============================================================================
 # 26. REMEDY - an engine that will not start: what to change, said in one clause.
 #    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy,
-#    apply_remedies, fit_flags, known_template, template_names, read_remedies.
+#    apply_remedies, fit_flags, known_template, template_flags, read_remedies.
 # ============================================================================
 class Remedy(NamedTuple):
     "One change of an engine's flags."
@@ -9588,18 +9589,39 @@ def _less_memory(text: str, code: Optional[int],
                        "--ctx")
 
 
-# Built-in template names of llama-server (--help of b11434) by what models are called.
-_FAMILIES = (
-    (r"gpt-?oss", "gpt-oss"), (r"llama-?4", "llama4"), (r"llama-?3", "llama3"),
-    (r"llama-?2", "llama2"), (r"gemma", "gemma"), (r"phi-?4", "phi4"),
-    (r"phi-?3", "phi3"), (r"mi[sx]tral|ministral", "mistral-v7"),
-    (r"deepseek-?(v3|r1)", "deepseek3"), (r"deepseek-?(v2|2)", "deepseek2"),
-    (r"deepseek", "deepseek"), (r"granite", "granite"), (r"command-?r|cohere",
-    "command-r"), (r"falcon-?(3|h1)", "falcon3"), (r"exaone-?4", "exaone4"),
-    (r"exaone", "exaone3"), (r"vicuna", "vicuna"), (r"zephyr", "zephyr"),
-    (r"glm-?4|chatglm", "chatglm4"), (r"kimi", "kimi-k2"), (r"minicpm", "minicpm"),
-    (r"seed-?oss", "seed_oss"), (r"hunyuan", "hunyuan-moe"), (r"smolvlm", "smolvlm"),
-    (r"rwkv", "rwkv-world"), (r"openchat", "openchat"), (r"grok", "grok-2"))
+# Chat templates for models that come without one, found by what these are called: what
+# stands around a system text, a user's and an assistant's ("@"), and what opens a
+# reply.  A system text with "+" opens the turn of the user behind it.  The same as
+# llama-server's built-in ones (b11434), which it takes by name only without --jinja.
+_TEMPLATES = {
+    "llama3": (r"llama-?3", *("<|start_header_id|>%s<|end_header_id|>\n\n@<|eot_id|>" % r
+                              for r in ("system", "user", "assistant")),
+               "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "llama2-sys": (r"llama-?2", "+[INST] <<SYS>>\n@\n<</SYS>>\n\n", "[INST] @ [/INST]",
+                   "@</s>", ""),
+    "mistral-v1": (r"mi[sx]tral", "+ [INST] @\n\n", " [INST] @ [/INST]", " @</s>", ""),
+    "gemma": (r"gemma", "+<start_of_turn>user\n@\n\n",
+              "<start_of_turn>user\n@<end_of_turn>\n",
+              "<start_of_turn>model\n@<end_of_turn>\n", "<start_of_turn>model\n"),
+    "phi3": (r"phi-?3", "<|system|>\n@<|end|>\n", "<|user|>\n@<|end|>\n",
+             "<|assistant|>\n@<|end|>\n", "<|assistant|>\n"),
+    "deepseek2": (r"deepseek-?(?:v2|2)", "@\n\n", "User: @\n\n",
+                  "Assistant: @<｜end▁of▁sentence｜>", "Assistant:"),
+    "deepseek": (r"deepseek", "@", "### Instruction:\n@\n",
+                 "### Response:\n@\n<|EOT|>\n", "### Response:\n"),
+    "command-r": (r"command-?r|cohere",
+                  *("<|START_OF_TURN_TOKEN|><|%s_TOKEN|>@<|END_OF_TURN_TOKEN|>" % r
+                    for r in ("SYSTEM", "USER", "CHATBOT")),
+                  "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"),
+    "falcon3": (r"falcon-?(?:3|h1)", "<|system|>\n@\n", "<|user|>\n@\n",
+                "<|assistant|>\n@\n", "<|assistant|>\n"),
+    "vicuna": (r"vicuna", "@\n\n", "USER: @\n", "ASSISTANT: @</s>\n", "ASSISTANT:"),
+    "zephyr": (r"zephyr", "<|system|>\n@<|endoftext|>\n", "<|user|>\n@<|endoftext|>\n",
+               "<|assistant|>\n@<|endoftext|>\n", "<|assistant|>\n"),
+    "openchat": (r"openchat", "@<|end_of_turn|>", "GPT4 Correct User: @<|end_of_turn|>",
+                 "GPT4 Correct Assistant: @<|end_of_turn|>", "GPT4 Correct Assistant:"),
+    "rwkv-world": (r"rwkv", "System: @\n\n", "User: @\n\n", "Assistant: @\n\n",
+                   "Assistant:")}
 
 
 def template_names(help_text: str) -> list:
@@ -9608,21 +9630,52 @@ def template_names(help_text: str) -> list:
     return [w for w in re.split(r"[,\s]+", m[1]) if w] if m else []
 
 
-def known_template(architecture: str, name: str, help_text: str) -> str:
-    "A built-in template that fits the model's name or architecture, else ChatML."
-    have = template_names(help_text)
+def known_template(architecture: str, name: str) -> str:
+    "The chat template that fits the model's name or architecture, else ChatML."
     for text in (name.lower(), architecture.lower()):
-        for pattern, template in _FAMILIES:
-            if re.search(pattern, text) and (not have or template in have):
+        for template, (pattern, *_) in _TEMPLATES.items():
+            if re.search(pattern, text):
                 return template
     return "chatml"
 
 
-def _other_template(text: str, argv: Sequence[str], family: str) -> Optional[Remedy]:
+def template_flags(name: str, help_text: str) -> tuple:
+    """((flag, value)...) for a chat template by name.
+
+    With --jinja an engine takes every name but "chatml" for a template itself, and each
+    prompt is then that name.  What is not known here goes without --jinja.
+    """
+    jinja = not help_text or "--jinja" in help_text
+    if jinja and name in _TEMPLATES:
+        return (("--chat-template", _as_jinja(*_TEMPLATES[name][1:])),)
+    if jinja and name != "chatml" and name in template_names(help_text):
+        return ("--no-jinja", ""), ("--chat-template", name)
+    return (("--chat-template", name),)
+
+
+def _as_jinja(system: str, user: str, assistant: str, opening: str) -> str:
+    "A Jinja template of these texts."
+    def said(text: str) -> str:
+        return "{{ " + json.dumps(text, ensure_ascii=False) + " }}" if text else ""
+
+    def turn(text: str, unless: str = "") -> str:
+        before, _, behind = text.partition("@")
+        return (said(before) if not unless else "{%% if not (%s) %%}%s{%% endif %%}" % (
+            unless, said(before))) + "{{ m.content | trim }}" + said(behind)
+    joined = "not loop.first and messages[loop.index0 - 1].role == 'system'" \
+        if system.startswith("+") else ""
+    return ("{% for m in messages %}{% if m.role == 'system' %}" + turn(system.lstrip("+"))
+            + "{% elif m.role == 'assistant' %}" + turn(assistant) + "{% else %}"
+            + turn(user, joined) + "{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}" + said(opening) + "{% endif %}")
+
+
+def _other_template(text: str, argv: Sequence[str], family: str, help_text: str
+                    ) -> Optional[Remedy]:
     if not _TEMPLATE.search(text):
         return None
     if "--chat-template" not in argv and "--chat-template-file" not in argv:
-        return Remedy(put=(("--chat-template", family),),
+        return Remedy(put=template_flags(family, help_text),
                       why=f"the model's own chat template is broken: {family!r} takes "
                           "its place", hint="set `template` to another name or file")
     used = next((p for p in _pairs(argv) if p[0].startswith("--chat-template")
@@ -9645,7 +9698,7 @@ def load_remedy(code: Optional[int], tail: Sequence[str], argv: Sequence[str],
     refused = _refused_flag(text, argv)
     if refused:
         return refused
-    broken = _other_template(text, argv, family)
+    broken = _other_template(text, argv, family, help_text)
     if broken:
         return broken
     smaller = _less_memory(text, code, argv)
@@ -12287,10 +12340,12 @@ def start_logging(edges: Edges, where: Optional[Places], level: str) -> None:
 # ============================================================================
 # 34. ENGINE - one llama-server: talk, probe, start, watch, stop.
 #    uses: WORDS, TOKENS, TEXTS, WIRE, GGUF, FIT, EDGES, MACHINE.  offers:
-#    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts.
+#    Engine, EngineInfo, Upstream, EngineProcess, engine_flags, model_facts,
+#    NOT_RENDERED.
 # ============================================================================
 _IDLE_S, _MOST_USES = 4.0, 90    # llama-server closes after 5 s idle and 100 requests
 _UBATCH = 512                    # llama-server's default; sets the window's cells
+NOT_RENDERED = "the engine's chat template leaves out what is said"
 
 
 class EngineInfo(NamedTuple):
@@ -12310,6 +12365,7 @@ class EngineInfo(NamedTuple):
     slots: bool              # GET /slots, read only after an aborted ask
     unified: bool            # idle slots are cleared: a pinned ask finds nothing
     template: dict           # chat_template_caps
+    renders: bool = True     # the chat template puts what is said into the prompt
 
 
 def _cells_slack(window: int) -> int:
@@ -12614,8 +12670,17 @@ class Engine:
             files, bool(props.get("endpoint_metrics"))
             and self.call("GET", "/metrics", timeout=10)[0] == 200,
             bool(props.get("endpoint_slots", True)), False,
-            props.get("chat_template_caps") or {})
+            props.get("chat_template_caps") or {}, self._renders())
         return self.info
+
+    def _renders(self) -> bool:
+        """Is what is said in the prompt?  `--chat-template NAME` with --jinja makes of
+        every chat a prompt that is just that name."""
+        said = "toki asks what the template makes of this"
+        with contextlib.suppress(TokiError, KeyError, TypeError):
+            return said in self.render(json.dumps(
+                {"messages": [{"role": "user", "content": said}]}).encode())
+        return True
 
     def sleeping(self) -> bool:
         return bool(self.json("GET", "/props", timeout=10).get("is_sleeping"))
@@ -15209,6 +15274,8 @@ class Keeper:
                  self.engine.url, info.model, info.n_slots, info.n_ctx, info.kind,
                  ", clears idle slots: asks go unpinned" if info.unified else "",
                  f", {spent} tokens spent on the probe" if spent else "")
+        if not info.renders:
+            log.error("%s; see `toki doctor`", NOT_RENDERED)
         with self.lock:
             self._grant_locked()
         return True
@@ -20629,14 +20696,17 @@ class Daemon:
         given = (self.plan or {}).get("template") or self.config.template
         if given:
             path = self.edges.disk.absolute(given)
-            return ["--chat-template-file", path] if self.edges.disk.is_file(path) \
-                else ["--chat-template", given]
-        if facts.template:
+            if self.edges.disk.is_file(path):
+                return ["--chat-template-file", path]
+        elif facts.template:
             return []
-        name = known_template(facts.architecture, facts.name, self.help_text)
-        self._say_once(f"the model has no chat template; {name!r} is used, tools may "
-                       "not work (setting `template` names another, or a Jinja file)")
-        return ["--chat-template", name]
+        name = given or known_template(facts.architecture, facts.name)
+        if not given:
+            self._say_once(f"the model has no chat template; {name!r} is used, which "
+                           "tells it of no tools (setting `template` names another, or "
+                           "a Jinja file)")
+        return [word for pair in template_flags(name, self.help_text) for word in pair
+                if word]
 
     def _say_once(self, text: str) -> None:
         if text not in self.said:
@@ -20695,7 +20765,7 @@ class Daemon:
         facts, argv = self.engine.facts, self.process.argv[1:]
         more = load_remedy(
             self.process.process.poll(), list(self.process.tail), argv, self.help_text,
-            known_template(facts.architecture, facts.name, self.help_text))
+            known_template(facts.architecture, facts.name))
         changed = self.remedies.plus(more) if more else self.remedies
         if more is None or apply_remedies(argv, changed) == argv:
             return False
@@ -25181,8 +25251,8 @@ def simulation_text(rows: Sequence[dict], s: Supposed) -> str:
 
 # ============================================================================
 # 72. DOCTOR - is everything fit, and if not, what to do.
-#    uses: WORDS, SETTINGS, EDGES, MACHINE, DAEMON. offers: Check, examine, check_lines,
-#    safe_log, bundle.
+#    uses: WORDS, SETTINGS, EDGES, MACHINE, ENGINE, DAEMON.  offers: Check, examine,
+#    check_lines, safe_log, bundle.
 # ============================================================================
 class Check(NamedTuple):
     level: str               # "OK" | "WARN" | "FAIL"
@@ -25193,6 +25263,9 @@ class Check(NamedTuple):
 def _check_engine(info: dict) -> list:
     "What this engine cannot do, and the flag that would bring it."
     out = []
+    if not info.get("renders", True):
+        out.append(Check("FAIL", NOT_RENDERED, "give --template a name or a Jinja file; "
+                         "for an engine of your own, --no-jinja with --chat-template"))
     if info.get("unified"):
         out.append(Check(
             "WARN", "the engine clears idle slots at every launch: asks go unpinned",
