@@ -5270,6 +5270,19 @@ class KeeperRoom(Case):
         reply = c.chat(say(1, 300))
         self.assertGreaterEqual(reply["cache"]["reused_tokens"], 128)
 
+    def test_a_slot_that_said_nothing_yet_must_look_idle_twice(self):
+        "A client may leave while the engine still tokenizes: then the ask runs later."
+        looks = [(False, 7), (True, 7), (False, 90), (False, 5)]
+        engine = types.SimpleNamespace(
+            info=types.SimpleNamespace(slots=True, metrics=True),
+            slot_state=lambda slot: looks.pop(0))
+        mover = toki.Mover(engine, types.SimpleNamespace(life=0), None, toki.REAL,
+                           *[None] * 6)
+        lease = types.SimpleNamespace(slot=0, life=0, cached=None, prompt=None)
+        self.assertEqual(mover.wait_until_free(lease, 5, lambda: 1), 90)
+        lease.cached = 3                 # it has spoken: one look tells
+        self.assertEqual(mover.wait_until_free(lease, 5, lambda: 1), 5)
+
     def test_counters_add_up_to_the_engines(self):
         fake = self.fake()
         d = self.daemon(fake)

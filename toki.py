@@ -14638,6 +14638,7 @@ class Prompter:
 #    offers: Lease, ClientGone, Mover.
 # ============================================================================
 _LET_IN_S = 0.25
+_UNHEARD_S, _UNHEARD_TOKEN_S = 0.05, 5e-6    # an engine takes so long to begin, at most
 
 
 class ClientGone(Exception):
@@ -14981,15 +14982,25 @@ class Mover:
     def wait_until_free(self, lease: Lease, patience_s: float,
                         open_count: Callable[[], int]) -> Optional[int]:
         """Tokens in the slot once the engine has let go of it; None when unknown.
-        `open_count` says how many asks are open, this one among them."""
+        `open_count` says how many asks are open, this one among them.
+
+        An ask of which the engine said nothing yet may still stand in front of its
+        queue, being tokenized: such a slot must look idle twice.
+        """
         clock, pause, info = self.edges.clock, 0.005, self.engine.info
         end = clock.now() + patience_s
+        unheard_s = 0.0 if lease.cached is not None else _UNHEARD_S + _UNHEARD_TOKEN_S * (
+            len(lease.prompt.tokens) if lease.prompt is not None else 0)
         with contextlib.suppress(TokiError):
             while clock.now() < end and lease.life == self.book.life:
                 if lease.slot is not None and info is not None and info.slots:
                     busy, held = self.engine.slot_state(lease.slot)
-                    if not busy:
+                    if not busy and not unheard_s:
                         return held
+                    if not busy:
+                        clock.sleep(unheard_s)
+                        unheard_s = 0.0
+                        continue
                 elif info is not None and info.metrics:
                     if self.engine.metrics().get("requests_processing", 0) \
                             < open_count():
