@@ -22651,6 +22651,8 @@ class _Loop:
         for key in typed:
             if key.name == "ctrl+z":
                 self.pause()
+            elif key.name == "ctrl+l":   # as everywhere: paint anew, change nothing
+                self.anew()
             else:
                 self.apply(key)
         if self.edges.clock.now() >= self.ticked_at + self.app.tick_s:
@@ -22669,8 +22671,12 @@ class _Loop:
         if console.changed:
             console.changed = False
             console.raw()                # the shell may have set its own mode
-            self.painter.forget()
-            self.drawn = None
+            self.anew()
+
+    def anew(self) -> None:
+        "The next paint takes nothing on the screen for granted."
+        self.painter.forget()
+        self.drawn = None
 
     def pause(self) -> None:
         "Ctrl+Z: the shell gets its terminal until it says `fg`."
@@ -22679,8 +22685,7 @@ class _Loop:
         self.console.stop()
         self.console.raw()
         self.console.write(self.on)
-        self.painter.forget()
-        self.drawn = None
+        self.anew()
 
     def draw(self) -> None:
         size = self.console.size()
