@@ -6608,16 +6608,17 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
             or request.klass == "oneshot" or not prompt.starts or best.rewinds:
         return 0                         # who asks about a document seldom goes on
     end = min(prompt.end, len(prompt.tokens) - 1) or prompt.starts[-1]
-    at_risk = (end - max(kept, *heads, 0)) * prices.prefill * P_CRASH
+    unsaved = end - max(kept, *heads, 0)
+    cost = prices.saving(end) + prices.stop
     spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
                 and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
                 for o in options)
-    cost = prices.saving(end) + prices.stop
-    if spare and at_risk < cost:
+    # What little was said since is not worth a stop at every turn.
+    if spare and unsaved * prices.prefill * P_CRASH < (
+            cost if unsaved < end // 8 else prices.saving(end)):
         return 0
     new = end - max(best.reach, *heads, 0)
-    worth = _P_RETURN.get(request.klass, 0.8) * (end - max(kept, *heads, 0)) \
-        * prices.prefill > cost
+    worth = _P_RETURN.get(request.klass, 0.8) * unsaved * prices.prefill > cost
     return end if new >= BLOCK // 8 and end >= _HEAD_MIN and worth else 0
 
 
@@ -9594,8 +9595,9 @@ def _less_memory(text: str, code: Optional[int],
 # reply.  A system text with "+" opens the turn of the user behind it.  The same as
 # llama-server's built-in ones (b11434), which it takes by name only without --jinja.
 _TEMPLATES = {
-    "llama3": (r"llama-?3", *("<|start_header_id|>%s<|end_header_id|>\n\n@<|eot_id|>" % r
-                              for r in ("system", "user", "assistant")),
+    "llama3": (r"llama-?3", *(
+        "<|start_header_id|>%s<|end_header_id|>\n\n@<|eot_id|>" % r
+        for r in ("system", "user", "assistant")),
                "<|start_header_id|>assistant<|end_header_id|>\n\n"),
     "llama2-sys": (r"llama-?2", "+[INST] <<SYS>>\n@\n<</SYS>>\n\n", "[INST] @ [/INST]",
                    "@</s>", ""),
@@ -9616,7 +9618,8 @@ _TEMPLATES = {
     "falcon3": (r"falcon-?(?:3|h1)", "<|system|>\n@\n", "<|user|>\n@\n",
                 "<|assistant|>\n@\n", "<|assistant|>\n"),
     "vicuna": (r"vicuna", "@\n\n", "USER: @\n", "ASSISTANT: @</s>\n", "ASSISTANT:"),
-    "zephyr": (r"zephyr", "<|system|>\n@<|endoftext|>\n", "<|user|>\n@<|endoftext|>\n",
+    "zephyr": (r"zephyr", "<|system|>\n@<|endoftext|>\n",
+               "<|user|>\n@<|endoftext|>\n",
                "<|assistant|>\n@<|endoftext|>\n", "<|assistant|>\n"),
     "openchat": (r"openchat", "@<|end_of_turn|>", "GPT4 Correct User: @<|end_of_turn|>",
                  "GPT4 Correct Assistant: @<|end_of_turn|>", "GPT4 Correct Assistant:"),
@@ -9664,10 +9667,11 @@ def _as_jinja(system: str, user: str, assistant: str, opening: str) -> str:
             unless, said(before))) + "{{ m.content | trim }}" + said(behind)
     joined = "not loop.first and messages[loop.index0 - 1].role == 'system'" \
         if system.startswith("+") else ""
-    return ("{% for m in messages %}{% if m.role == 'system' %}" + turn(system.lstrip("+"))
-            + "{% elif m.role == 'assistant' %}" + turn(assistant) + "{% else %}"
-            + turn(user, joined) + "{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}" + said(opening) + "{% endif %}")
+    return "".join((
+        "{% for m in messages %}{% if m.role == 'system' %}", turn(system.lstrip("+")),
+        "{% elif m.role == 'assistant' %}", turn(assistant),
+        "{% else %}", turn(user, joined), "{% endif %}{% endfor %}",
+        "{% if add_generation_prompt %}", said(opening), "{% endif %}"))
 
 
 def _other_template(text: str, argv: Sequence[str], family: str, help_text: str
@@ -14989,8 +14993,10 @@ class Mover:
         """
         clock, pause, info = self.edges.clock, 0.005, self.engine.info
         end = clock.now() + patience_s
-        unheard_s = 0.0 if lease.cached is not None else _UNHEARD_S + _UNHEARD_TOKEN_S * (
-            len(lease.prompt.tokens) if lease.prompt is not None else 0)
+        unheard_s = 0.0
+        if lease.cached is None:
+            unheard_s = _UNHEARD_S + _UNHEARD_TOKEN_S * (
+                len(lease.prompt.tokens) if lease.prompt is not None else 0)
         with contextlib.suppress(TokiError):
             while clock.now() < end and lease.life == self.book.life:
                 if lease.slot is not None and info is not None and info.slots:
@@ -25280,8 +25286,9 @@ def _check_engine(info: dict) -> list:
     "What this engine cannot do, and the flag that would bring it."
     out = []
     if not info.get("renders", True):
-        out.append(Check("FAIL", NOT_RENDERED, "give --template a name or a Jinja file; "
-                         "for an engine of your own, --no-jinja with --chat-template"))
+        out.append(Check(
+            "FAIL", NOT_RENDERED, "give --template a name or a Jinja file; for an "
+            "engine of your own, --no-jinja with --chat-template"))
     if info.get("unified"):
         out.append(Check(
             "WARN", "the engine clears idle slots at every launch: asks go unpinned",
