@@ -9663,8 +9663,10 @@ def _as_jinja(system: str, user: str, assistant: str, opening: str) -> str:
 
     def turn(text: str, unless: str = "") -> str:
         before, _, behind = text.partition("@")
-        return (said(before) if not unless else "{%% if not (%s) %%}%s{%% endif %%}" % (
-            unless, said(before))) + "{{ m.content | trim }}" + said(behind)
+        opens = said(before)
+        if unless:
+            opens = "{% if not (" + unless + ") %}" + opens + "{% endif %}"
+        return opens + "{{ m.content | trim }}" + said(behind)
     joined = "not loop.first and messages[loop.index0 - 1].role == 'system'" \
         if system.startswith("+") else ""
     return "".join((
