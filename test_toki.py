@@ -18107,7 +18107,12 @@ class ReportRoom(Case):
                                  toki.read_run)
 
     def test_the_terminal_says_what_was_got_and_what_was_not_played(self):
+        four = json.loads(json.dumps(self.result()))
+        for row in four["rows"]:
+            row["arms"]["url"] = dict(row["arms"]["toki"], efficiency=.125)
+        self.assertIn("0.125", toki.bench_text(four))
         text = toki.bench_text(self.result())
+        self.assertNotIn("other", text.split("\n")[0])
         self.assertRegex(text, r"agent_100 +-60 % .* 88\.9 +A ")
         self.assertIn("not played: swap (needs --other FILE", text)
         self.assertIn("score = 100 x", text)

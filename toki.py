@@ -10932,7 +10932,7 @@ def _verdict(row: dict) -> str:
 
 def bench_text(result: dict) -> str:
     "The summary for a terminal."
-    rows = []
+    rows, fourth = [], any("url" in row["arms"] for row in result["rows"])
     for row in result["rows"]:
         toki = row["arms"].get("toki")
         if not toki:
@@ -10942,10 +10942,11 @@ def bench_text(result: dict) -> str:
                      "-" if points is None else f"{points:.1f}", toki.get("grade", "-"),
                      _ratio(toki["efficiency"]), _ratio(
                          row["arms"].get("alone", {}).get("efficiency")),
+                     *[_ratio(row["arms"].get("url", {}).get("efficiency"))] * fourth,
                      "#" * round((points or 0) / 5)))
     setup = result["setup"]
     out = [table(rows, ("workload", "TTFT change", "prefill change", "hit", "score",
-                        "grade", "eff.", "alone", ""))]
+                        "grade", "eff.", "alone", *["other"] * fourth, ""))]
     out += [f"{r['workload']}: {_verdict(r)}" for r in result["rows"] if _verdict(r)]
     out += [f"not played: {name}" + (" (needs --other FILE, a second model)" if name
                                      == "swap" else "") for name in result["missing"]]
