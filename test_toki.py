@@ -8765,9 +8765,13 @@ class RemedyRoom(Case):
                 ("gemma", "list of built-in templates: gemma (x", [
                     ("--chat-template", "gemma")])):     # an engine without --jinja
             self.assertEqual(list(toki.template_flags(name, help_text)), want)
-        (flag, template), = toki.template_flags("gemma", text)
-        self.assertEqual(flag, "--chat-template")
-        self.assertIn("<start_of_turn>", template)
+        broken = toki.load_remedy(1, ("init: chat template parsing error: x",), self.ARGV,
+                                  text, "llama3")
+        for pairs, word in ((toki.template_flags("gemma", text), "<start_of_turn>"),
+                            (broken.put, "<|start_header_id|>")):
+            (flag, template), = pairs
+            self.assertEqual(flag, "--chat-template")
+            self.assertIn(word, template)
 
 
 class Units(Case):
@@ -11626,7 +11630,7 @@ class RealInstall(Real):
         return path
 
     def no_template(self, name):
-        "A tiny model that brings no chat template and calls itself so (15 letters)."
+        "A tiny model that brings no chat template and calls itself so (16 letters at most)."
         with open(tiny("llama-dense"), "rb") as f:
             data = f.read()
         path = os.path.join(self.folder(), "none.gguf")

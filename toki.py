@@ -9410,7 +9410,7 @@ def device_lines(text: str, backend: str) -> list:
 
 
 # ============================================================================
-# 26. REMEDY - an engine that will not start: what to change, said in one clause.
+# 26. REMEDY - an engine that will not start, or lacks a template: what to change.
 #    uses: nothing.  offers: Remedy, Remedies, crash_remedy, load_remedy,
 #    apply_remedies, fit_flags, known_template, template_flags, read_remedies.
 # ============================================================================
@@ -15004,9 +15004,9 @@ class Mover:
             while clock.now() < end and lease.life == self.book.life:
                 if lease.slot is not None and info is not None and info.slots:
                     busy, held = self.engine.slot_state(lease.slot)
-                    if not busy and not unheard_s:
-                        return held
                     if not busy:
+                        if not unheard_s:
+                            return held
                         clock.sleep(unheard_s)
                         unheard_s = 0.0
                         continue
