@@ -12746,7 +12746,7 @@ class RealPage(Case):
         b.cdp("Browser.setDownloadBehavior", behavior="allow", downloadPath=folder)
         b.js("document.getElementById('export').click()")
         path = os.path.join(folder, "toki-conversations.json")
-        self.until(lambda: os.path.exists(path), "the file")
+        self.until(lambda: os.path.exists(path) and os.path.getsize(path), "the file")
         with open(path, encoding="utf-8") as f:
             kept = json.load(f)
         self.assertEqual((kept["schema"], kept["toki"]), (1, "conversations"))
