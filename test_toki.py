@@ -7670,7 +7670,7 @@ class Terminal(Case):
     def begin(self, *argv, width=80, height=24, fake=None, **env):
         fake = fake or self.fake(decode_ms=1)
         self.d = self.daemon(fake)
-        t = Tmux(self, width, height, TOKI_STATE_DIR=self.d.where.state, **env)
+        t = Tmux(self, width, height, TOKI_STATE_DIR=self.d.where.state, TOKI_PORT="1", **env)
         t.start(*(argv or (self.TOKI,)))
         return t
 

@@ -5469,10 +5469,11 @@ class Habits:
 #    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, spread, Slot, Known,
 #    Snap, Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted,
 #    Reborn, Shelved, Unshelved, Marked, Restored, Emptied, Computed,
-#    MIN_REUSE_FOR_HIT, verdict, Rates, MOVE_FIXED_MS.
+#    MIN_REUSE_FOR_HIT, verdict, Rates, MOVE_FIXED_MS, HEAD_MIN.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
+HEAD_MIN = 128               # shorter heads are computed anew: moving costs as much
 MOVE_FIXED_MS = 1.5          # of a save or restore, whatever the size
 _HOT_HEADS = 256             # heads that are counted
 _MARKS = 32                  # the engine keeps at most so many checkpoints a slot
@@ -5695,6 +5696,8 @@ class Counters:
         "head_waits": "asks that waited for a head being computed",
         "gambles": "tails cut that were not expected to return",
         "gambles_lost": "... and did return",
+        "new_heads": "asks whose system prompt and tools were new, or changed",
+        "changed_heads": "... and began like known ones",
         "regrets": "asks for which another way was estimated to be cheaper afterwards",
         "regret_ms": "... by so many milliseconds in all (~)",
         "cut_tokens": "tokens of live conversations given up for others",
@@ -5981,6 +5984,8 @@ class Book:
         if key is None:
             return
         end = prompt.users[0]
+        self.counters.new_heads += place < end - BLOCK
+        self.counters.changed_heads += HEAD_MIN <= place < end - BLOCK
         hot = self.hot.pop(key, Hot(end))
         if prompt.users[-1] + BLOCK // 2 < place < prompt.starts[-1] - BLOCK:
             # Questions under one text part within a few tokens, behind equal ones.
@@ -6122,7 +6127,6 @@ _WAIT_MS = 30_000            # never wait longer than this for a better slot
 _DEFAULT_PREFILL_MS = 1.0    # a token, until measured: a small model on a CPU
 _DEFAULT_MOVE_MS = 0.005     # a token saved or restored, until measured
 _OPENING = 8                 # tokens that open a message, about
-_HEAD_MIN = 128              # shorter heads are computed anew: moving costs as much
 P_CRASH = 0.01              # chance that an engine is gone before the next turn
 _LEAST_PREFILL_MS = 0.4      # the few tokens of a tail run far below the best rate
 _P_LOST = 0.1                # that a document's slot is needed for something else
@@ -6130,9 +6134,9 @@ _RISK = 0.2                  # that the next ask leaves what was saved for it el
 _RETURNED = 0.8              # of replies, until it was seen: come back as they went
 _DEFAULT_DECODE_MS = 5.0     # a stop costs a small batch, about a decoded token
 _BEHIND = 4                  # the engine's last checkpoint is so far before the end
-_TRAIL_STEP = 256            # least tokens between places on a trail
-_MOST_TRAIL = 7              # ... and how many places it has at most
-_TRAIL_SHARE = 0.04          # of the time that computing the head takes
+_TRAIL_STEP = 128            # least tokens between places on a trail
+_MOST_TRAIL = 14             # ... and how many places it has at most
+_TRAIL_SHARE = 0.13          # of the time that computing the head takes, at most
 SLICE = 512                  # tokens after which a leader looks who waits for it
 
 
@@ -6410,12 +6414,12 @@ def _moving_bids(ability: Ability, request: Request, n: int,
     sources = []                         # (usable, donor, snapshot id, ms)
     for snap, match in snaps:
         keep = usable_snap(ability, snap, match, n)
-        if keep >= _HEAD_MIN // 2:
+        if keep >= HEAD_MIN // 2:
             sources.append((keep, -1, snap.id, prices.restoring(snap.held)))
     for o in options:
         donor = Snap(0, "", "context", o.slot.size, o.slot.size + o.slot.tail, 0, 0.0)
         keep = usable_snap(ability, donor, o.match, n)
-        if keep >= _HEAD_MIN // 2 and not o.slot.busy and not o.slot.opaque:
+        if keep >= HEAD_MIN // 2 and not o.slot.busy and not o.slot.opaque:
             ms = prices.saving(donor.held) + prices.restoring(donor.held)
             sources.append((keep, o.slot.slot, 0, ms))
     bids = []
@@ -6480,7 +6484,7 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
             f"ask {leader.slot.busy} computes the same beginning just now"))
     o = best.option
     kept = max((usable_snap(ability, s, m, n) for s, m in snaps), default=0)
-    heads = _heads(ability, request, prompt, best, shared, kept, prices)
+    heads = _heads(ability, request, prompt, best, shared, kept, prices, counters)
     turn = _turn_end(ability, request, prompt, best, heads, options, kept, prices)
     source = "none" if not best.usable else "fork" if best.donor >= 0 \
         else "shelf" if best.snap else "resident"
@@ -6497,7 +6501,8 @@ def decide(request: Request, n: int, options: Sequence[Option], ability: Ability
 
 
 def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
-           best: _Bid, shared: Sequence[int], kept: int, prices: Prices) -> tuple:
+           best: _Bid, shared: Sequence[int], kept: int, prices: Prices,
+           counters: Counters) -> tuple:
     """Lengths to prefill and save before the ask, where nothing holds them yet
     (snapshots hold `kept` tokens of this prompt).
 
@@ -6520,25 +6525,27 @@ def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
     if ability.kind == "append-only":
         wanted.append(prompt.ahead)
     if must_extend(ability):
-        wanted += _trail(best.reach, max(wanted, default=0), prices)
+        wanted += _trail(best.reach, max(wanted, default=0), prices, counters)
     heads, known = [], best.reach
     if best.rewinds and must_extend(ability) and best.usable >= kept + 2 * BLOCK \
             and best.usable == best.option.match \
             and best.usable * prices.prefill * _P_LOST > prices.saving(best.usable):
         heads.append(best.usable)
     for end in sorted({*wanted, *bounds}):
-        if end >= _HEAD_MIN and end - known >= (BLOCK // 2 if end in bounds else BLOCK):
+        if end >= HEAD_MIN and end - known >= (BLOCK // 2 if end in bounds else BLOCK):
             heads.append(end)
             known = end
     return tuple(heads)
 
 
-def _trail(known: int, end: int, prices: Prices) -> list:
+def _trail(known: int, end: int, prices: Prices, counters: Counters) -> list:
     """Places on the way through a long cold head: whatever changes in it later, what
-    stands before the last of them need not be computed again."""
+    stands before the last of them need not be computed again.  The fewer new heads
+    were changed ones, the less is spent on that."""
     cold = end - known
+    share = _TRAIL_SHARE * (1 + counters.changed_heads) / (1 + counters.new_heads)
     n = min(cold // _TRAIL_STEP - 1, _MOST_TRAIL,
-            int(cold * prices.prefill * _TRAIL_SHARE / prices.saving(end)))
+            int(cold * prices.prefill * share / (prices.saving(end) + prices.stop)))
     return [known + cold * i // (n + 1) for i in range(1, n + 1)]
 
 
@@ -6584,11 +6591,11 @@ def _pauses(ability: Ability, request: Request, prompt: Optional[Prompt], best: 
     stops, n = [], len(prompt.tokens)
     if crowd and ability.files and not heads and len(prompt.users) > 1:
         end = prompt.users[-1] + 2
-        if best.reach <= end < n and end >= _HEAD_MIN:
+        if best.reach <= end < n and end >= HEAD_MIN:
             stops.append(end)
     known = max([best.reach, *(h for h in heads if h <= max(shared, default=0))])
     gain, at = max((((at - known) * times, at) for times, at in enumerate(shared, 1)
-                    if _HEAD_MIN <= at < n - _BEHIND), default=(0, 0))
+                    if HEAD_MIN <= at < n - _BEHIND), default=(0, 0))
     if not ability.full_window and gain * prices.prefill > prices.stop:
         stops.append(at + _BEHIND)
     return tuple(stops)
@@ -6619,7 +6626,7 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
         return 0
     new = end - max(best.reach, *heads, 0)
     worth = _P_RETURN.get(request.klass, 0.8) * unsaved * prices.prefill > cost
-    return end if new >= BLOCK // 8 and end >= _HEAD_MIN and worth else 0
+    return end if new >= BLOCK // 8 and end >= HEAD_MIN and worth else 0
 
 
 def _worth_waiting(ability: Ability, options: Sequence[Option], n: int, best: _Bid,
