@@ -4472,13 +4472,14 @@ class ShelfRoom(ShelfCase):
     def test_an_incomplete_window_that_nobody_knows_of_is_not_attended_to_either(self):
         """T2 where the book says that a slot is empty: its restored tokens are still in
         the engine when a client left before its ask was sent, when the engine was
-        believed lost, and behind an ask whose tokens are not known."""
+        believed lost, behind an ask whose tokens are not known, and when others have
+        come, so that the engine chooses the slot."""
         base = say(1, 140)
         begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         h = [*begun, {"role": "user", "content": base}]
         more = h + [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
         edited = [*begun, {"role": "user", "content": base[:-60] + " edited near the end"}]
-        for how in "left", "lost", "unknown":
+        for how in "left", "lost", "unknown", "shared":
             with self.subTest(how), unittest.mock.patch.object(
                     toki, "_LEAST_PREFILL_MS", 9.0):
                 fake, d, c = self.rig("window+full", window=128, slots=1)
@@ -4493,6 +4494,11 @@ class ShelfRoom(ShelfCase):
                 elif how == "lost":
                     keeper.lost("it does not answer")
                     self.until(lambda: keeper.attach() or keeper.state == "ready")
+                elif how == "shared":
+                    keeper.judge_others({"prompt_tokens_total": 10 ** 6,
+                                         "requests_processing": 1},
+                                        keeper.began, keeper.ended)
+                    self.assertTrue(keeper.foreign)
                 else:
                     prepare, keeper.prompter.prepare = keeper.prompter.prepare, \
                         lambda request, core: None
@@ -6462,6 +6468,22 @@ class DaemonRoom(Case):
         conn.request("POST", "/v1/chat/completions", body)
         self.assertEqual(conn.getresponse().status, 200)
         conn.close()
+
+    def test_an_engine_that_cannot_be_started_for_an_unforeseen_reason_is_tried_again(self):
+        "The thread that starts it lives on, and its state is not \"loading\" for ever."
+        tries = []
+
+        def start(daemon):
+            tries.append(daemon)
+            raise KeyError("architecture")
+        with unittest.mock.patch.object(toki.Daemon, "_make_process", start), \
+                self.assertLogs("toki", "ERROR") as logs:
+            d = self.daemon("http://127.0.0.1:1", wait=False, plan={
+                "schema": 1, "binary": "/none", "model": "/none.gguf"})
+            self.until(lambda: len(tries) > 1)
+        self.assertEqual(d.keeper.state, "absent")
+        self.assertIn("architecture", d.keeper.trouble)
+        self.assertTrue(any("started again in" in line for line in logs.output))
 
 
 class StackRoom(Case):

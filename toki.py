@@ -15028,11 +15028,14 @@ class Mover:
                 pause = min(pause * 1.5, 0.25)
         return None
 
+    def wipe(self, slot: int) -> None:
+        "Empty a slot in the engine: at once, or when the ask that runs there has ended."
+        with contextlib.suppress(TokiError):
+            self.engine.json("POST", f"/slots/{slot}?action=erase", {}, timeout=60)
+
     def erase(self, lease: Lease) -> None:
         "Empty the leased slot, so that nothing half-right is attended to."
-        with contextlib.suppress(TokiError):
-            self.engine.json("POST", f"/slots/{lease.seat}?action=erase", {},
-                             timeout=60)
+        self.wipe(lease.seat)
         with self.lock:
             if lease.life == self.book.life:
                 self.book.apply(Emptied(lease.seat))
@@ -15371,15 +15374,21 @@ class Keeper:
         """Do the engine's counters show more than toki caused?  Not judged when asks
         came or went since `began` of them had begun and `ended` had ended."""
         with self.lock:
-            if (began, ended) == (self.began, self.ended):
-                self._judge_locked(counters)
+            half = self._judge_locked(counters) \
+                if (began, ended) == (self.began, self.ended) else []
+        for slot in half:
+            self.mover.wipe(slot)
 
-    def _judge_locked(self, counters: dict) -> None:
+    def _judge_locked(self, counters: dict) -> list:
+        """Slots that must be emptied: the engine chooses among them from now on, and may
+        attend to windows that are not complete there."""
         assert self.lock.held()
-        now = self.edges.clock.now()
+        now, half = self.edges.clock.now(), []
         found = self.others.judge(counters, self.open_count(), now, now - self.ended_at)
         if not found:
-            return
+            return half
+        if found == "came" and self.ability().full_window:
+            half = [s.slot for s in self.book.slots if s.restored]
         self.book.apply(Reborn(len(self.book.slots)))
         if found == "restarted":
             log.warning("the engine was restarted by somebody; its slots are empty")
@@ -15390,6 +15399,7 @@ class Keeper:
             self._grant_locked()
         else:
             log.info("the engine is quiet again: asks get their slots")
+        return half
 
     def _count(self, name: str, by: int = 1) -> None:
         with self.lock:
@@ -20767,6 +20777,9 @@ class Daemon:
                 ended = self.process.why_it_ended()
             except TokiError as error:
                 was_ready, ended = False, error.message
+            except Exception as error:   # this thread is all that starts it again
+                log.exception("starting the engine failed")
+                was_ready, ended = False, f"toki could not start it: {error!r}"
             if self.stop_flag.is_set():
                 return
             if self.changing:            # `change_over` ended it
@@ -21007,7 +21020,7 @@ class Daemon:
 
     def start(self) -> None:
         "Bind the port and start the threads; UsageError when the port is taken."
-        config, edges = self.config, self.edges
+        config = self.config
         if not is_loopback(config.host) and not config.allow_plain:
             raise UsageError(f"{config.host} is no loopback address and this is plain "
                              "HTTP", "add --allow-plain true if the network is yours")
