@@ -5469,7 +5469,7 @@ class Habits:
 #    uses: TOKENS, TRIE, PICTURE, EMBED, WIRE.  offers: Prompt, spread, Slot, Known,
 #    Snap, Option, Counters, Book, Dispatched, Landed, Progressed, Settled, Aborted,
 #    Reborn, Shelved, Unshelved, Marked, Restored, Emptied, Computed,
-#    MIN_REUSE_FOR_HIT, verdict, Rates, MOVE_FIXED_MS, HEAD_MIN.
+#    MIN_REUSE_FOR_HIT, verdict, Rates, MOVE_FIXED_MS, HEAD_MIN, behind_lead.
 # ============================================================================
 MIN_REUSE_FOR_HIT = 10       # fewer reused tokens: a soft hit, not worth moving state
 _NODE_BYTES = 420            # a block in the trie: hash, node and their dict entries
@@ -5480,7 +5480,9 @@ _MARKS = 32                  # the engine keeps at most so many checkpoints a sl
 _PARENTS = 512               # of families that are remembered
 _MOST_BOUNDS = 8             # places within a message that are considered
 _ONE_PLACE = 16              # tokens: places nearer than that are one
+_MOST_LEADS = 8              # beginnings of lines that a head's asks share
 _TRIED = 8                   # asks in which a head shows what its messages are like
+_P_NEXT, _TRUSTED = 0.95, 16 # chance of a next turn, believed as if seen in so many asks
 
 
 class Prompt(NamedTuple):
@@ -5490,9 +5492,11 @@ class Prompt(NamedTuple):
     starts: tuple = ()       # token index of each message's first token
     users: tuple = ()        # ... of each user message
     ahead: int = 0           # tokens up to the last blank line of a long last message
-    bounds: tuple = ()       # where lines of the last message start, if asks vary them
+    lines: tuple = ()        # where lines of the last message start, if asks vary them
+    bounds: tuple = ()       # ... and behind what such lines have in common
     left: int = 0            # asks with this head that left a known one between lines
     end: int = 0             # tokens that the next turn is sure to extend
+    goes_on: float = 1.0     # chance of a next turn, going by asks with this head
     text: Any = None         # (Text, cuts): to be remembered once the ask is on its way
 
 
@@ -5504,6 +5508,12 @@ def spread(rising: Iterable[int], most: int = _MOST_BOUNDS) -> tuple:
             out.append(n)
     step = max(1, -(-len(out) // most))
     return tuple(out[step - 1::step])
+
+
+def behind_lead(tokens: Tokens, at: int, leads: Iterable[tuple]) -> int:
+    "The place behind the shortest of the leads that stand at a line's start, else `at`."
+    return at + min((len(lead) for lead in leads
+                     if tuple(tokens[at:at + len(lead)]) == lead), default=0)
 
 
 class Slot(NamedTuple):
@@ -5560,6 +5570,8 @@ class Hot(NamedTuple):
     saved: int = 0           # tokens of it that the engine did not compute again
     places: tuple = ()       # (length, tokens before) where its asks left known prompts
     left: int = 0            # within their messages, and how many did
+    leads: tuple = ()        # tokens that lines of them share before they differ
+    went_on: int = 0         # of its uses, asks that were no first ones
 
 
 class Known(NamedTuple):
@@ -5994,6 +6006,14 @@ class Book:
                     or prompt.tokens[at - BLOCK:at - near] != before]
             hot = hot._replace(left=hot.left + 1, places=(*seen, (
                 place, prompt.tokens[place - BLOCK:place - near]))[-8:])
+        line = max((n for n in prompt.lines if n < place), default=place)
+        if 0 < place - line <= _ONE_PLACE:
+            lead = tuple(prompt.tokens[line:place])
+            others = [x for x in hot.leads if x[:len(lead)] != lead]
+            hot = hot._replace(leads=(*others, lead)[-_MOST_LEADS:])
+        # A first ask has marks where it starts and maybe ends, and where the reply does.
+        hot = hot._replace(went_on=hot.went_on + (
+            sum(at >= end for at in prompt.starts) > 3))
         self.hot[key] = hot._replace(uses=hot.uses + 1,
                                      saved=hot.saved + min(proven, end))
         if len(self.hot) > _HOT_HEADS:
@@ -6023,6 +6043,18 @@ class Book:
             return 0
         presumed = 2 if len(prompt.users) == 1 and hot.uses < _TRIED else 0
         return hot.left if len(hot.places) > 1 else presumed
+
+    def leads(self, prompt: Prompt) -> tuple:
+        """What lines of asks with this head begin with before they differ ("Question ",
+        "["), as tuples of tokens."""
+        hot = self.hot.get(self._head_key(prompt))
+        return hot.leads if hot else ()
+
+    def goes_on(self, prompt: Prompt) -> float:
+        """Chance that a conversation with this head has a next turn: questions to a
+        search have none, however alike they are."""
+        hot = self.hot.get(self._head_key(prompt), Hot(0))
+        return (_TRUSTED * _P_NEXT + hot.went_on) / (_TRUSTED + hot.uses)
 
     # ---- known prompts ----------------------------------------------------
     def _remember(self, e: Settled) -> None:
@@ -6627,7 +6659,8 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
             cost if unsaved < end // 8 else prices.saving(end)):
         return 0
     new = end - max(best.reach, *heads, 0)
-    worth = _P_RETURN.get(request.klass, 0.8) * unsaved * prices.prefill > cost
+    chance = min(prompt.goes_on, _P_RETURN.get(request.klass, 0.8))
+    worth = chance * unsaved * prices.prefill > cost
     return end if new >= BLOCK // 8 and end >= HEAD_MIN and worth else 0
 
 
@@ -14526,19 +14559,21 @@ class Prompter:
             cuts, prompt = found, self._prompt(prompt.tokens, found, text,
                                                prompt.hashes)
         with self.lock:
-            left = self.book.passages(prompt)
+            left, leads = self.book.passages(prompt), self.book.leads(prompt)
+            goes_on = self.book.goes_on(prompt)
         users = [i for i, c in enumerate(cuts) if c.index in prompt.users[-1:]]
-        prompt = prompt._replace(end=cuts[-1].index + common_prefix(
+        prompt = prompt._replace(goes_on=goes_on, end=cuts[-1].index + common_prefix(
             prompt.tokens[cuts[-1].index:], self._reply_opening()))
         if not users or not self.ability().files:
             return prompt
         first = cuts[users[0]]
         end = cuts[users[0] + 1].start if users[0] + 1 < len(cuts) else len(text)
         message, tokens = text[first.start:end], prompt.tokens[first.index:]
+        lines = self._lines(message, tokens, leads) if left else {}
         return prompt._replace(
             ahead=first.index + n if (n := self._above(message, tokens)) else 0,
-            bounds=tuple(first.index + n for n in self._lines(message, tokens))
-            if left else (), left=left)
+            lines=tuple(first.index + n for n in lines), left=left,
+            bounds=tuple(first.index + n for n in lines.values()))
 
     def _reply_opening(self) -> Tokens:
         "The tokens that open a reply when it is asked for as well as in a history."
@@ -14582,15 +14617,23 @@ class Prompter:
         # Tokens may join across the blank line: keep what both have.
         return common_prefix(part, tokens)
 
-    def _lines(self, message: str, tokens: Tokens) -> tuple:
-        "Tokens in front of each line but the first, of a message that has several."
+    def _lines(self, message: str, tokens: Tokens, leads: tuple) -> dict:
+        """{tokens in front of a line: tokens up to where such lines differ}, for each
+        line but the first of a message that has several.  A number is no common
+        beginning, though 17 and 18 have a digit in common."""
         if message.count("\n") < 3 or len(message) > _LONG_MESSAGE:
-            return ()
+            return {}
         pieces = self.engine.pieces(message)
         starts = (i + piece.endswith(b"\n") for i, (_, piece) in enumerate(pieces)
                   if b"\n" in piece)
         same = common_prefix(array("I", (t for t, _ in pieces)), tokens)
-        return spread(i for i in starts if BLOCK // 2 <= i <= same)
+        lines = {}
+        for i in spread(i for i in starts if BLOCK // 2 <= i <= same):
+            end = min(behind_lead(tokens, i, leads), same)
+            while end > i and pieces[end - 1][1].strip().isdigit():
+                end -= 1
+            lines[i] = end
+        return lines
 
     def _prompt(self, tokens: Tokens, cuts: list, text: str,
                 hashes: Sequence[bytes]) -> Prompt:
@@ -25068,7 +25111,7 @@ def _sim_prompt(messages: Sequence[dict], seed: bytes) -> Prompt:
                   ahead, end=len(tokens))
 
 
-def _sim_bounds(messages: Sequence[dict], prompt: Prompt) -> tuple:
+def _sim_lines(messages: Sequence[dict], prompt: Prompt) -> tuple:
     "Where the lines of the last message start."
     at, starts = prompt.starts[-2] + 1, []
     for line in messages[-1]["content"].splitlines(keepends=True):
@@ -25210,8 +25253,11 @@ class _Simulation:
                                      "max_tokens": turn.max_tokens})
         prompt = _sim_prompt(turn.messages, self.book.trie.seed)
         if must_extend(self.ability):
-            prompt = prompt._replace(left=self.book.passages(prompt),
-                                     bounds=_sim_bounds(turn.messages, prompt))
+            lines, leads = _sim_lines(turn.messages, prompt), self.book.leads(prompt)
+            prompt = prompt._replace(
+                goes_on=self.book.goes_on(prompt), left=self.book.passages(prompt),
+                lines=lines, bounds=tuple(
+                    behind_lead(prompt.tokens, at, leads) for at in lines))
         n, began = len(prompt.tokens), self.now
         plan = self._plan(request, prompt)
         side, ends = self._carry_out(plan, prompt)
