@@ -4628,6 +4628,63 @@ class ShelfRoom(ShelfCase):
                 self.assertGreaterEqual(oracle.total / computed, 0.9,
                                         (oracle.total, computed))
 
+    def test_what_lines_begin_with_alike_is_not_computed_each_time(self):
+        """Passages in varying order are saved behind the words that the next line begins
+        with in any case, but never within a number."""
+        rnd, found = random.Random(3), {}
+        head = {"role": "system", "content": say(1, 500)}
+        passages = [f"Source with number {i}: " + say(50 + i, 40) for i in range(4)]
+        asks = [rnd.sample(passages, 2) for n in range(40)]
+        for leads in True, False:
+            patch = contextlib.nullcontext() if leads else unittest.mock.patch.object(
+                toki, "behind_lead", lambda tokens, at, leads: at)
+            for kind in ("window+full", "append-only"):
+                with self.subTest(kind, leads=leads), patch:
+                    fake, d, c = self.rig(kind)
+                    oracle, before = Oracle(), fake.counters["prompt_tokens_total"]
+                    for n, lines in enumerate(asks):
+                        h = [head, {"role": "user", "content": "\n".join(lines)
+                                    + f"\nQuestion with number {80 + n}:\n"
+                                    + say(200 + n, 4)}]
+                        prompt = tokenize(apply_template({"messages": h})[0])
+                        oracle.add(prompt, prompt)
+                        c.chat(h, 2)
+                    found[kind, leads] = oracle.total / (
+                        fake.counters["prompt_tokens_total"] - before)
+        for kind in ("window+full", "append-only"):
+            self.assertGreater(found[kind, True], 0.92, found)
+            self.assertGreater(found[kind, True], found[kind, False] + 0.01, found)
+
+    def test_a_line_is_never_left_within_a_number(self):
+        "Questions 17 and 18 share a digit; question 20 must find the words before it."
+        words = ["word "] * 39 + ["\n", "Question", " ", "1", "7", ": why?\n", "x"]
+        pieces = [(n, w.encode()) for n, w in enumerate(words)]
+        engine = types.SimpleNamespace(pieces=lambda message: pieces)
+        numbers = toki.array("I", range(len(words)))
+        for lead, behind in ((), 40), ((40,), 41), ((40, 41), 42), ((40, 41, 42), 42), \
+                ((40, 41, 42, 43), 42), ((40, 99), 40):
+            lines = toki.Prompter._lines(types.SimpleNamespace(engine=engine),
+                                         "\n" * 9, numbers, (lead,) if lead else ())
+            self.assertEqual(list(lines.items())[-1], (40, behind), lead)
+
+    def test_a_head_whose_asks_never_go_on_saves_no_turns(self):
+        "Nor are those of conversations that do go on left out."
+        for turns, kinds in ((1, {"head"}), (3, {"head", "turn"})):
+            with self.subTest(turns=turns):
+                fake, d, c = self.rig("append-only", slots=2)
+                d.keeper.book.rates.prefill_ms = 0.6
+                head = {"role": "system", "content": say(1, 500)}
+                d.watcher.save_idle = lambda *a: False
+                for n in range(60 // turns):
+                    h = [head]
+                    for turn in range(turns):
+                        h.append({"role": "user", "content": say(200 + 9 * n + turn, 12)})
+                        h.append(c.chat(h, 2)["choices"][0]["message"])
+                        if n == 40 // turns and not turn:
+                            seen = set(d.keeper.book.snaps)
+                made = {s.sort for s in d.keeper.book.snaps.values() if s.id not in seen}
+                self.assertEqual("turn" in made, "turn" in kinds, made)
+
     def test_many_questions_leave_a_checkpoint_where_they_part(self):
         "Short words that all of them begin with are not computed each time."
         fake, d, c = self.rig("append-only")
@@ -18365,6 +18422,15 @@ class Simulate(Case):
                 with self.subTest(kind, name=name):
                     row = self.play(name, kind=kind, context=4096)
                     self.assertGreaterEqual(row["efficiency"], least, row["lost"][:3])
+
+    def test_strangers_leave_few_snapshots_and_near_misses_many(self):
+        "A trail through a new head is laid where new heads are changed ones."
+        for kind in ("window+full", "append-only"):
+            with self.subTest(kind):
+                strangers = self.play("no_overlap", kind=kind, context=4096)
+                self.assertLessEqual(strangers["saves"], 2.2 * strangers["asks"])
+                near = self.play("stress_adversarial", kind=kind, context=4096)
+                self.assertGreater(near["saves"], 2.5 * near["asks"])
 
     def test_the_same_again_and_another_seed(self):
         one = self.play("realistic_mixed")
