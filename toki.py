@@ -5482,7 +5482,7 @@ _MOST_BOUNDS = 8             # places within a message that are considered
 _ONE_PLACE = 16              # tokens: places nearer than that are one
 _MOST_LEADS = 8              # beginnings of lines that a head's asks share
 _TRIED = 8                   # asks in which a head shows what its messages are like
-_P_NEXT, _TRUSTED = 0.95, 16 # chance of a next turn, believed as if seen in so many asks
+_P_NEXT, _TRUSTED = 0.95, 16 # chance of a next turn, as if seen in so many asks
 
 
 class Prompt(NamedTuple):
@@ -5511,7 +5511,7 @@ def spread(rising: Iterable[int], most: int = _MOST_BOUNDS) -> tuple:
 
 
 def behind_lead(tokens: Tokens, at: int, leads: Iterable[tuple]) -> int:
-    "The place behind the shortest of the leads that stand at a line's start, else `at`."
+    "Where the shortest lead that stands at `at` ends, else `at`."
     return at + min((len(lead) for lead in leads
                      if tuple(tokens[at:at + len(lead)]) == lead), default=0)
 
@@ -6011,7 +6011,7 @@ class Book:
             lead = tuple(prompt.tokens[line:place])
             others = [x for x in hot.leads if x[:len(lead)] != lead]
             hot = hot._replace(leads=(*others, lead)[-_MOST_LEADS:])
-        # A first ask has marks where it starts and maybe ends, and where the reply does.
+        # A first ask has marks at its start, maybe its end, and the reply's start.
         hot = hot._replace(went_on=hot.went_on + (
             sum(at >= end for at in prompt.starts) > 3))
         self.hot[key] = hot._replace(uses=hot.uses + 1,
@@ -15074,7 +15074,7 @@ class Mover:
         return None
 
     def wipe(self, slot: int) -> None:
-        "Empty a slot in the engine: at once, or when the ask that runs there has ended."
+        "Empty a slot in the engine: at once, or when the ask that runs in it ends."
         with contextlib.suppress(TokiError):
             self.engine.json("POST", f"/slots/{slot}?action=erase", {}, timeout=60)
 
@@ -15425,8 +15425,8 @@ class Keeper:
             self.mover.wipe(slot)
 
     def _judge_locked(self, counters: dict) -> list:
-        """Slots that must be emptied: the engine chooses among them from now on, and may
-        attend to windows that are not complete there."""
+        """Slots that must be emptied: the engine chooses among them from now on, and
+        may attend to windows that are not complete there."""
         assert self.lock.held()
         now, half = self.edges.clock.now(), []
         found = self.others.judge(counters, self.open_count(), now, now - self.ended_at)
