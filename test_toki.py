@@ -16762,6 +16762,63 @@ class Replay(Case):
         self.assertEqual(len(young._homes), 4096)
         self.assertEqual(toki.repair(sent, young)[1], [])
 
+    def reminding(self, turns, reminders=True, memory=None):
+        """What the engine reads in each turn of a client that ends every ask with what
+        runs just now, and takes the word of the turn before away: (asks, memory)."""
+        memory = memory or toki.ReplayMemory(reminders=reminders)
+        history, asks = [BEFORE[0]], []
+        for n in range(turns):
+            for said in (st_user(f"step {n}"), calling((f"c{n}", "f", "{}")),
+                         st_result(f"c{n}"), {"role": "assistant", "content": f"done {n}"}):
+                if said["role"] == "assistant":
+                    sent = [*history, st_user(f"What runs:\n{len(history)} programs")]
+                    new, words = self.repaired_once(sent, memory)
+                    self.assertEqual("reminder" in words, reminders and len(asks) > 0)
+                    self.assertEqual(new[-1], sent[-1])
+                    memory.remember(new, said)
+                    asks.append(new)
+                history.append(said)
+        return asks, memory
+
+    def test_a_reminder_that_the_next_turn_replaces_stays_where_it_was_read(self):
+        "On request; each ask then goes on from the one before, whatever it ended with."
+        asks, _ = self.reminding(4)
+        for one, next_one in zip(asks, asks[1:]):
+            self.assertEqual(next_one[:len(one)], one)
+        asks, _ = self.reminding(4, reminders=False)
+        self.assertNotEqual(asks[1][:len(asks[0])], asks[0])
+
+    def test_reminders_outlive_a_restart_and_are_bounded(self):
+        asks, memory = self.reminding(3)
+        rows = json.loads(json.dumps(memory.news()))
+        self.assertEqual(len(rows), 6)
+        self.assertEqual(memory.news(), [])
+        young = toki.ReplayMemory(reminders=True)
+        for place, row in rows:
+            young.restore(place, row)
+        self.assertEqual(young._reminders, memory._reminders)
+        for n in range(2000):
+            young.reminded(b"%16d" % n, "x")
+        self.assertEqual(len(young._reminders), 1024)
+
+    def test_reminders_that_are_not_put_back(self):
+        asks, memory = self.reminding(1)
+        now = st_user("What runs:\n7 programs")
+        call, result = calling(("c0", "f", "{}")), st_result("c0")
+        head = [BEFORE[0], st_user("step 0")]
+        for name, sent in (
+                ("the newest is no such message", [*head, call, result]),
+                ("the newest is about another thing", [*head, call, result,
+                                                       st_user("Open tasks:\nnone")]),
+                ("it is still there", [*asks[0], call, result, now]),
+                ("another reply", [*head, calling(("c0", "g", "{}")), result, now]),
+                ("other words before it", [BEFORE[0], st_user("step 1"), call, result, now])):
+            with self.subTest(name):
+                self.assertIs(toki.repair(sent, memory)[0], sent)
+        sent = [*head, call, result, now]
+        self.assertIs(toki.repair(sent, memory, "somebody else")[0], sent)
+        self.assertEqual(toki.repair(sent, memory)[1], ["reminder"])
+
     def test_the_head_may_change(self):
         "A new date in the system prompt must not take the thoughts out of the history."
         sent = [{"role": "system", "content": "Tuesday"}, BEFORE[1],

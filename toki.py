@@ -455,6 +455,8 @@ SETTINGS = (
             "of rules; +name and -name change the usual ones"),
     Setting("replay", True, _switch, "put back what a client lost of replies that it "
             "sends again, and a date that it tells elsewhere than before"),
+    Setting("reminders", False, _switch, "put back, too, a last message (what runs, "
+            "what is open) that the client replaces in its next turn"),
     Setting("history", True, _switch, "keep the ledger of asks and their token ids, "
             "never text; let `tui` remember what was asked in it"),
     Setting("claude_bare", False, _switch, "start Claude Code with --bare"),
@@ -4311,16 +4313,20 @@ def steady(body: dict, rules: frozenset, memory: SteadyMemory,
 #    taken out of the message where the engine read it and put into a later one.  It is
 #    true in both places, for nothing that is said in between changes the date.  Notices
 #    of other things (open tasks, a mode, running programs) are left where they stand:
-#    what happened in between may contradict them.
+#    what happened in between may contradict them.  On request, reminders go back too: a
+#    last message of an ask that its client takes away when the next one brings another.
+#    The history then shows what the model read at each turn, and the newest stays last.
 # ============================================================================
 REPLAY_WORDS = ("reasoning", "reply text", "reply arguments", "reply ids",
-                "reply order", "notice place")
+                "reply order", "notice place", "reminder")
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "reasoning_text", "thinking")
 _THOUGHT = re.compile(       # the opening tag may stand in the prompt
     r"\A(?:\s*<(?:think|thinking|reasoning)>)?(.*?)</(?:think|thinking|reasoning)>",
     re.S)
 _TWINS = 4                   # different replies kept for one and the same ask
 _HOMES = 4096                # places of notices kept, about 200 bytes each
+_REMINDERS = 1024            # ... and of reminders
+_LONGEST_REMINDER = 4000     # characters
 
 
 class _Face(NamedTuple):
@@ -4428,12 +4434,15 @@ class ReplayMemory:
     these replies, for `steady`.  The caller's lock covers every use.
     """
 
-    def __init__(self, budget: int = 8 << 20, entries: int = 20000):
+    def __init__(self, budget: int = 8 << 20, entries: int = 20000,
+                 reminders: bool = False):
         self.budget, self.entries, self.used = budget, entries, 0
+        self.reminders = reminders       # are they kept, and put back?
         self.ids: dict = {}              # id -> replies that have it
         self._turns: OrderedDict = OrderedDict()     # place -> turns, youngest first
         self._homes: OrderedDict = OrderedDict()     # mark -> the notice's part
-        self._news: list = []            # rows about notices that nobody took yet
+        self._reminders: OrderedDict = OrderedDict() # place -> the message's text
+        self._news: list = []            # rows about both that nobody took yet
 
     def remember(self, messages: Sequence[dict], reply: dict, owner: str = "") -> tuple:
         """A reply is complete: keep it, before its last event goes out.  The row for
@@ -4442,9 +4451,11 @@ class ReplayMemory:
         `messages`: those of the ask, as the engine got them; `reply`: the assembled
         assistant message, as the engine gave it; `owner`: who may get it back.
         """
-        place = _start(owner)
+        place = before = _start(owner)
         for m in messages:
-            place = _next(place, m)
+            before, place = place, _next(place, m)
+        if self.reminders and _reminds(messages):
+            self.reminded(before, messages[-1]["content"])
         kept = _kept_form(reply)
         return (place.hex(), kept) if self._keep(place, kept) else ()
 
@@ -4453,6 +4464,8 @@ class ReplayMemory:
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
             if isinstance(message.get("notice"), int):
                 self.stands(bytes.fromhex(place), message["notice"])
+            elif isinstance(message.get("reminder"), str):
+                self.reminded(bytes.fromhex(place), message["reminder"])
             else:
                 self._keep(bytes.fromhex(place), _kept_form(message))
 
@@ -4469,8 +4482,22 @@ class ReplayMemory:
         if len(self._homes) > _HOMES:
             self._homes.popitem(last=False)
 
+    def reminder(self, place: bytes) -> Optional[dict]:
+        "The message that ended an ask at this place."
+        text = self._reminders.get(place)
+        return text and {"role": "user", "content": text}
+
+    def reminded(self, place: bytes, text: str) -> None:
+        "An ask ended with this message at a place, and got its reply."
+        if self._reminders.get(place) != text:
+            self._reminders[place] = text
+            self._news.append((place.hex(), {"reminder": text}))
+        self._reminders.move_to_end(place)
+        if len(self._reminders) > _REMINDERS:
+            self._reminders.popitem(last=False)
+
     def news(self) -> list:
-        "Rows for `restore` about notices, each given once."
+        "Rows for `restore` about notices and reminders, each given once."
         news, self._news = self._news, []
         return news
 
@@ -4754,9 +4781,31 @@ def _moved_back(messages: list, i: int, n: _Notice, place: bytes,
             *messages[at + 1:]]
 
 
+# ---- reminders: a last message that is another one in the next turn --------------
+def _reminds(messages: Sequence[dict]) -> bool:
+    "Does a short message of plain text stand behind that of a user or a tool?"
+    if len(messages) < 2 or messages[-1].get("role") != "user" \
+            or messages[-2].get("role") not in ("user", "tool"):
+        return False
+    text = messages[-1].get("content")
+    return isinstance(text, str) and 0 < len(text) <= _LONGEST_REMINDER
+
+
+def _taken_away(messages: list, i: int, place: bytes,
+                memory: ReplayMemory) -> Optional[dict]:
+    """The message in front of reply `i` that its client took away, and of which this
+    ask ends with another edition (its first line is the same)."""
+    old = memory.reminder(place)
+    if old is None or not _reminds(messages) or i >= len(messages) - 1:
+        return None
+    first, newest = (m["content"].split("\n")[0] for m in (old, messages[-1]))
+    known = first == newest and _fit(memory, _next(place, old), messages[i:])
+    return old if known else None
+
+
 def repair(messages: Any, memory: ReplayMemory, owner: str = "") -> tuple:
-    """(messages with toki's own replies as they were given and notices where they
-    stood, REPLAY_WORDS for what had been lost).
+    """(messages with toki's own replies as they were given, and notices and reminders
+    where they stood; REPLAY_WORDS for what had been lost).
 
     `messages`: those of a chat body; the same list comes back when nothing was lost.
     """
@@ -4788,6 +4837,11 @@ def _repaired(messages: list, memory: ReplayMemory, owner: str,
             memory.stands(_home_mark(place, _without(messages[i], n), n.text), n.part)
         if messages[i].get("role") == "assistant" and memory.at(place):
             fit = _fit(memory, place, messages[i:])
+        elif memory.reminders and messages[i].get("role") == "assistant":
+            old = _taken_away(messages, i, place, memory)
+            if old is not None:          # the reply is looked at next, behind it
+                messages = [*messages[:i], old, *messages[i:]]
+                said.add(REPLAY_WORDS[6])
         if fit is not None:
             used.append(place)
             said.update(fit.said)
@@ -6754,7 +6808,8 @@ REMEDIES = {
     "tools changed": "a tool came, went or is described in other words: keep the tools "
                      "as they are for a whole conversation (none loaded later)",
     "moved reminder": "the client moved a block of text that it had sent elsewhere "
-                      "before: append reminders, do not move them",
+                      "before: append reminders, do not move them; `reminders on` "
+                      "keeps a last message that the next turn replaces",
     "edited": "the client changed, inserted or removed text in the middle of what it "
               "had sent before: append instead",
     "replay": "an earlier reply came back changed (reasoning dropped by client or "
@@ -13466,7 +13521,8 @@ class Recall(Journal):
     def __init__(self, config: Config, edges: Edges, path: str = ""):
         self.rules = steady_rules(config.steady)
         self.replay, self.kept = config.replay, bool(path)
-        self._forms, self._replies = SteadyMemory(), ReplayMemory()
+        self._forms = SteadyMemory()
+        self._replies = ReplayMemory(reminders=config.reminders)
         self._chains = Chains()
         self._heard: list = []           # replies that nobody needed yet
         self._lock = threading.Lock()    # guards all of the above
@@ -13583,7 +13639,8 @@ class Recall(Journal):
     def forget(self) -> None:
         "Drop all of it, here and in the file."
         with self._lock:
-            self._forms, self._replies = SteadyMemory(), ReplayMemory()
+            self._forms = SteadyMemory()
+            self._replies = ReplayMemory(reminders=self._replies.reminders)
             self._chains, self._heard = Chains(), []
         if self.kept:
             self._purge("reply", "response")
