@@ -5572,7 +5572,7 @@ class DeskRoom(ShelfCase):
         least = min(book.snaps.values(), key=lambda s: shelf._values[s.id])
         self.assertEqual(self.cache(d, "pin", least.name)["pinned"], 1)
         self.assertTrue(book.snaps[least.id].pinned)
-        shelf.budget = least.disk + 10
+        shelf.budget = least.n_bytes + 10        # room for it without its base, too
         self.agents(fake, c, 2, 1, head=640)
         shelf.settle()
         self.assertIn(least.id, book.snaps)
@@ -7820,6 +7820,7 @@ class Terminal(Case):
                 t.keys("C-l")
                 t.type("clear")
                 t.keys("Enter")
+                self.until(lambda: "code=" not in t.screen(), "an empty screen")
                 if "_" in how:
                     script = os.path.join(self.folder(), "broken.py")
                     with open(script, "w", encoding="utf-8") as f:
