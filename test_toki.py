@@ -7817,9 +7817,7 @@ class Terminal(Case):
         t = self.begin("-c", "pass")
         for face, how, code in ends:
             with self.subTest(face + " " + how):
-                t.keys("C-l")
-                t.type("clear")
-                t.keys("Enter")
+                t.keys("-R")             # an empty screen
                 self.until(lambda: "code=" not in t.screen(), "an empty screen")
                 if "_" in how:
                     script = os.path.join(self.folder(), "broken.py")
