@@ -5628,6 +5628,25 @@ class Hot(NamedTuple):
     went_on: int = 0         # of its uses, asks that were no first ones
 
 
+def _learned(hot: Hot, prompt: Prompt, place: int) -> Hot:
+    "What one more ask, which left known prompts at `place`, shows of a head's asks."
+    end, near = prompt.users[0], _ONE_PLACE
+    if prompt.users[-1] + BLOCK // 2 < place < prompt.starts[-1] - BLOCK:
+        # Questions under one text part within a few tokens, behind equal ones.
+        seen = [(at, before) for at, before in hot.places if abs(at - place) > near
+                or prompt.tokens[at - BLOCK:at - near] != before]
+        hot = hot._replace(left=hot.left + 1, places=(*seen, (
+            place, prompt.tokens[place - BLOCK:place - near]))[-8:])
+    line = max((n for n in prompt.lines if n < place), default=place)
+    if 0 < place - line <= near:
+        lead = tuple(prompt.tokens[line:place])
+        others = [x for x in hot.leads if x[:len(lead)] != lead]
+        hot = hot._replace(leads=(*others, lead)[-_MOST_LEADS:])
+    # A first ask has marks at its start, maybe its end, and at the reply's start.
+    return hot._replace(went_on=hot.went_on + (
+        sum(at >= end for at in prompt.starts) > 3))
+
+
 class Known(NamedTuple):
     "A prompt seen before; `vector` only where an embedding was needed."
     ask: int
@@ -6053,23 +6072,8 @@ class Book:
         self.counters.new_heads += place < end - BLOCK
         self.counters.changed_heads += HEAD_MIN <= place < end - BLOCK
         hot = self.hot.pop(key, Hot(end))
-        if prompt.users[-1] + BLOCK // 2 < place < prompt.starts[-1] - BLOCK:
-            # Questions under one text part within a few tokens, behind equal ones.
-            near = _ONE_PLACE
-            seen = [(at, before) for at, before in hot.places if abs(at - place) > near
-                    or prompt.tokens[at - BLOCK:at - near] != before]
-            hot = hot._replace(left=hot.left + 1, places=(*seen, (
-                place, prompt.tokens[place - BLOCK:place - near]))[-8:])
-        line = max((n for n in prompt.lines if n < place), default=place)
-        if 0 < place - line <= _ONE_PLACE:
-            lead = tuple(prompt.tokens[line:place])
-            others = [x for x in hot.leads if x[:len(lead)] != lead]
-            hot = hot._replace(leads=(*others, lead)[-_MOST_LEADS:])
-        # A first ask has marks at its start, maybe its end, and the reply's start.
-        hot = hot._replace(went_on=hot.went_on + (
-            sum(at >= end for at in prompt.starts) > 3))
-        self.hot[key] = hot._replace(uses=hot.uses + 1,
-                                     saved=hot.saved + min(proven, end))
+        self.hot[key] = _learned(hot, prompt, place)._replace(
+            uses=hot.uses + 1, saved=hot.saved + min(proven, end))
         if len(self.hot) > _HOT_HEADS:
             del self.hot[min(self.hot, key=lambda k: self.hot[k].uses
                              * self.hot[k].saved)]
@@ -6415,9 +6419,13 @@ class _Bid(NamedTuple):
     @property
     def rewinds(self) -> bool:
         "Is a slot cut back to the document under which this is another question?"
-        o = self.option
+        return self.cuts_back and (self.option.own or self.option.inside)
+
+    @property
+    def cuts_back(self) -> bool:
+        "Does the ask go on from within what a slot holds?"
         return bool(self.usable) and self.donor < 0 and not self.snap \
-            and o.match < o.slot.size and (o.own or o.inside)
+            and self.option.match < self.option.slot.size
 
     @property
     def displaces(self) -> bool:
@@ -6614,9 +6622,8 @@ def _heads(ability: Ability, request: Request, prompt: Optional[Prompt],
     if must_extend(ability):
         wanted += _trail(best.reach, max(wanted, default=0), prices, counters)
     heads, known = [], best.reach
-    if best.rewinds and must_extend(ability) and best.usable >= kept + 2 * BLOCK \
-            and best.usable == best.option.match \
-            and best.usable * prices.prefill * _P_LOST > prices.saving(best.usable):
+    if must_extend(ability) and best.usable == best.option.match \
+            and _worth_keeping(prompt, best, kept, prices):
         heads.append(best.usable)
     for end in sorted({*wanted, *bounds}):
         if end >= HEAD_MIN and end - known >= (BLOCK // 2 if end in bounds else BLOCK):
@@ -6637,13 +6644,31 @@ def _trail(known: int, end: int, prices: Prices, counters: Counters) -> list:
     return [known + cold * i // (n + 1) for i in range(1, n + 1)]
 
 
+def _worth_keeping(prompt: Prompt, best: _Bid, kept: int, prices: Prices) -> bool:
+    """Is a slot that is cut back worth a snapshot first, of what the ask goes on from,
+    as snapshots hold only `kept` tokens of that?  A document, or a passage that asks
+    will want again."""
+    cut, new = best.usable, best.usable - kept
+    if best.rewinds and new >= 2 * BLOCK \
+            and cut * prices.prefill * _P_LOST > prices.saving(cut):
+        return True
+    return best.cuts_back and bool(prompt.bounds) and new >= BLOCK // 2 \
+        and _wanted_again(prompt, new, cut, prices)
+
+
+def _wanted_again(prompt: Prompt, new: int, end: int, prices: Prices) -> bool:
+    """Is a stop at `end` for `new` tokens of a message repaid?  One of four asks that
+    left between lines so far is expected to want it again."""
+    gain = new * prices.prefill * min(4.0, prompt.left / 4)
+    return gain > prices.saving(end) + prices.stop
+
+
 def _worthy(prompt: Prompt, known: int, prices: Prices) -> list:
-    """Where the message's lines are worth a snapshot each: one of four asks that left
-    between lines so far is expected to want it again."""
-    again, out = min(4.0, prompt.left / 4), []
+    "Where the message's lines are worth a snapshot each."
+    out: list = []
     for end in prompt.bounds:
-        gain = (end - max([known, *out])) * prices.prefill * again
-        if end > known and gain > prices.saving(end) + prices.stop:
+        new = end - max([known, *out])
+        if new > 0 and _wanted_again(prompt, new, end, prices):
             out.append(end)
     return out
 
@@ -13544,9 +13569,7 @@ class Recall(Journal):
                     messages, lost = repair(body.get("messages"), self._replies, owner)
                     if lost:
                         body, said = dict(body, messages=messages), said + lost
-                    for place, row in self._replies.news():
-                        if self.kept:
-                            self.post("reply", place, json.dumps(row))
+                    self._keep_news_locked()
             return body, tuple(said)
         except Exception:                # an ask is worth more than its repair
             log.exception("a body was not made steady; it goes on as it came")
@@ -13572,6 +13595,12 @@ class Recall(Journal):
             row = self._replies.remember(messages, reply, owner)
             if row and self.kept:
                 self.post("reply", row[0], json.dumps(row[1]))
+        self._keep_news_locked()
+
+    def _keep_news_locked(self) -> None:
+        for place, row in self._replies.news():
+            if self.kept:
+                self.post("reply", place, json.dumps(row))
 
     def going_on(self, body: Any, takes: Takes) -> dict:
         "A Responses body as a chat, behind the responses it refers to."
