@@ -1742,6 +1742,14 @@ class House(Case):
     def test_python_3_9_grammar(self):
         self.assertTrue(tree().body)
 
+    def test_every_test_is_in_a_room(self):
+        run = [case for cases in ROOMS.values() for case in cases]
+        left = [name for name, case in globals().items()
+                if isinstance(case, type) and issubclass(case, unittest.TestCase)
+                and any(method.startswith("test") for method in dir(case))
+                and not any(issubclass(c, case) for c in run)]
+        self.assertEqual(left, [])
+
     def test_lines_fit_the_page(self):
         long = [i for i, line in enumerate(SOURCE.splitlines(), 1) if len(line) > 88]
         self.assertEqual(long, [])
@@ -19422,7 +19430,7 @@ ROOMS = {
     "FIT": (Fit,), "ASSETS": (Assets,), "REMEDY": (RemedyRoom,), "UNITS": (Units,),
     "PICK": (Pick,), "REGISTRY": (RegistryRoom,),
     "EDGES": (EdgesRoom,), "MACHINE": (Machine,), "FETCH": (Fetch,),
-    "UNPACK": (Unpack,), "RELEASE": (Machines,),
+    "UNPACK": (Unpack,), "ENGINES": (EnginesRoom,), "RELEASE": (Machines,),
     "ENGINE": (EngineRoom, *(globals()["Fake" + n] for n in FAKES)),
     "LEDGER": (LedgerRoom,), "RECALL": (RecallRoom,), "SLOTFILE": (SlotFile,),
     "SHELF": (Librarian, ShelfRoom), "IDENTITY": (IdentityRoom,), "STOCK": (StockRoom,),

@@ -18567,8 +18567,8 @@ def _pointers(where: Places, edges: Edges) -> list:
 def _one_engine(name: str, where: Places, edges: Edges) -> Optional[Installed]:
     "The engine in a folder; None when there is no whole one with a fit receipt."
     folder = os.path.join(where.engines, name)
-    receipt = edges.disk.read_object(os.path.join(folder, _RECEIPT))
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, TokiError):
+        receipt = edges.disk.read_object(os.path.join(folder, _RECEIPT), strict=True)
         if receipt.get("schema", 0) <= _RECEIPT_SCHEMA:
             return _received(name, folder, receipt, edges)
     return None
