@@ -4666,14 +4666,27 @@ class ShelfRoom(ShelfCase):
     def test_a_line_is_never_left_within_a_number(self):
         "Questions 17 and 18 share a digit; question 20 must find the words before it."
         words = ["word "] * 39 + ["\n", "Question", " ", "1", "7", ": why?\n", "x"]
-        pieces = [(n, w.encode()) for n, w in enumerate(words)]
-        engine = types.SimpleNamespace(pieces=lambda message: pieces)
-        numbers = toki.array("I", range(len(words)))
+        pieces, numbers = [w.encode() for w in words], toki.array("I", range(len(words)))
         for lead, behind in ((), 40), ((40,), 41), ((40, 41), 42), ((40, 41, 42), 42), \
                 ((40, 41, 42, 43), 42), ((40, 99), 40):
-            lines = toki.Prompter._lines(types.SimpleNamespace(engine=engine),
-                                         "\n" * 9, numbers, (lead,) if lead else ())
+            lines = toki._lines("\n" * 9, numbers, pieces, (lead,) if lead else ())
             self.assertEqual(list(lines.items())[-1], (40, behind), lead)
+
+    def test_a_document_ends_behind_its_last_blank_line(self):
+        text = "word " * 60
+        for name, pieces, n in (
+                ("tokens that end there", ["user", "\n", text, "\n\n", "Why", "?"], 4),
+                ("one for each", ["user\n", text, "\n", "\n", "Why?"], 4),
+                ("one that ends with it", ["user\n", text + ".\n\n", "Why?"], 2),
+                ("one that joins both", ["user\n", text, "\n\nWhy", "?"], 2),
+                ("the last of two", ["a\n\n", text, "\n\n", "Why?\n", "So?"], 3),
+                ("a blank that the tokenizer adds", [" user\n", text, "\n\n", "Why?"], 3),
+                ("none", ["user\n", text, "Why?"], 0),
+                ("a short one", ["user\n", "a\n\n", "Why?"], 0)):
+            with self.subTest(name):
+                message = "".join(pieces).lstrip()
+                self.assertEqual(toki._above(message, [p.encode() for p in [
+                    *pieces, "<|im_end|>", "\n\n", "more"]]), n)
 
     def test_a_head_whose_asks_never_go_on_saves_no_turns(self):
         "Nor are those of conversations that do go on left out."

@@ -14484,6 +14484,43 @@ _LONG_MESSAGE = 1 << 16              # characters: the lines of longer ones do n
 _LEFT_OUT = "the chat template leaves out a system message"
 
 
+def _above(message: str, pieces: Sequence[bytes]) -> int:
+    """Tokens up to the last blank line of a long last user message, 0 without one: a
+    document with a question under it.  `pieces`: the bytes of its tokens, and on."""
+    blank = message.rfind("\n\n")
+    if blank < 4 * BLOCK:
+        return 0
+    left = message.count("\n", 0, blank + 2)
+    for i, piece in enumerate(pieces):
+        left -= piece.count(b"\n")
+        if left <= 0:                    # a token that joins both sides stays below
+            return i + (left == 0 and piece.endswith(b"\n"))
+    return 0
+
+
+def _lines(message: str, tokens: Tokens, pieces: Sequence[bytes],
+           leads: tuple) -> dict:
+    """{tokens in front of a line: tokens up to where such lines differ}, for each line
+    but the first of a message that has several.  A number is no common beginning,
+    though 17 and 18 have a digit in common."""
+    left, starts = message.count("\n"), []
+    if left < 3 or len(message) > _LONG_MESSAGE:
+        return {}
+    for i, piece in enumerate(pieces):
+        left -= piece.count(b"\n")
+        if left < 0:                     # behind the message
+            break
+        if b"\n" in piece:
+            starts.append(i + piece.endswith(b"\n"))
+    lines = {}
+    for i in spread(i for i in starts if BLOCK // 2 <= i < len(tokens)):
+        end = min(behind_lead(tokens, i, leads), len(tokens))
+        while end > i and pieces[end - 1].strip().isdigit():
+            end -= 1
+        lines[i] = end
+    return lines
+
+
 class Prompter:
     """Renders and tokenizes asks; of a known text only the new end is tokenized.
 
@@ -14502,6 +14539,7 @@ class Prompter:
     def forget(self) -> None:
         "A new engine: what its tokenizer says is not known."
         self.texts = TextMemory(self.config.memory_mb << 19)
+        self._bytes: dict = {}           # token -> what it stands for
         self._opening: Optional[Tokens] = None       # of a reply, as history shows it
         self._plain: Optional[set] = None    # markers that are no control tokens here
 
@@ -14638,7 +14676,7 @@ class Prompter:
             return prompt
         if self._plain is None:
             self._plain = self._plain_markers()
-        found = self._places(text, cuts)
+        found = self._places(text, cuts, prompt.tokens)
         if not found:
             return prompt
         if not cuts:
@@ -14655,9 +14693,12 @@ class Prompter:
         first = cuts[users[0]]
         end = cuts[users[0] + 1].start if users[0] + 1 < len(cuts) else len(text)
         message, tokens = text[first.start:end], prompt.tokens[first.index:]
-        lines = self._lines(message, tokens, leads) if left else {}
+        asked = self.ability().kind == "append-only"
+        pieces = self._pieces_of(tokens, text) if left or asked else []
+        lines = _lines(message, tokens, pieces, leads) if left else {}
+        above = _above(message, pieces) if asked else 0
         return prompt._replace(
-            ahead=first.index + n if (n := self._above(message, tokens)) else 0,
+            ahead=first.index + above if above else 0,
             lines=tuple(first.index + n for n in lines), left=left,
             bounds=tuple(first.index + n for n in lines.values()))
 
@@ -14672,7 +14713,7 @@ class Prompter:
                         json.dumps({"messages": messages}).encode()))
                 asked, told = (array("I", self.engine.tokenize(t, True)) for t in texts)
                 cuts = self._places(texts[0], find_cuts(
-                    texts[0], asked, self.engine.learn_controls(texts[0])))
+                    texts[0], asked, self.engine.learn_controls(texts[0])), asked)
                 if cuts:
                     self._opening = asked[cuts[-1].index:common_prefix(asked, told)]
         return self._opening
@@ -14686,40 +14727,19 @@ class Prompter:
                 return control_candidates(text)
         return set()
 
-    def _places(self, text: str, cuts: list) -> list:
+    def _places(self, text: str, cuts: list, tokens: Tokens) -> list:
         "Where messages start: at control tokens, or at markers that are plain text."
         if cuts or not self._plain:
             return cuts
-        return plain_cuts(text, self._plain, [p for _, p in self.engine.pieces(text,
-                                                                               True)])
+        return plain_cuts(text, self._plain, self._pieces_of(tokens, text))
 
-    def _above(self, message: str, tokens: Tokens) -> int:
-        """Tokens up to the last blank line of a long last user message, 0 without one:
-        a document with a question under it.  Only where nothing can be rewound."""
-        blank = message.rfind("\n\n")
-        if self.ability().kind != "append-only" or blank < 4 * BLOCK:
-            return 0
-        part = array("I", self.engine.tokenize(message[:blank + 2], False))
-        # Tokens may join across the blank line: keep what both have.
-        return common_prefix(part, tokens)
-
-    def _lines(self, message: str, tokens: Tokens, leads: tuple) -> dict:
-        """{tokens in front of a line: tokens up to where such lines differ}, for each
-        line but the first of a message that has several.  A number is no common
-        beginning, though 17 and 18 have a digit in common."""
-        if message.count("\n") < 3 or len(message) > _LONG_MESSAGE:
-            return {}
-        pieces = self.engine.pieces(message)
-        starts = (i + piece.endswith(b"\n") for i, (_, piece) in enumerate(pieces)
-                  if b"\n" in piece)
-        same = common_prefix(array("I", (t for t, _ in pieces)), tokens)
-        lines = {}
-        for i in spread(i for i in starts if BLOCK // 2 <= i <= same):
-            end = min(behind_lead(tokens, i, leads), same)
-            while end > i and pieces[end - 1][1].strip().isdigit():
-                end -= 1
-            lines[i] = end
-        return lines
+    def _pieces_of(self, tokens: Tokens, text: str) -> list:
+        """The bytes of each of these tokens of a text, [] when the engine does not tell
+        them.  A token stands for the same bytes everywhere, so it is asked once."""
+        if any(t not in self._bytes for t in tokens):
+            self._bytes.update(self.engine.pieces(text, True))
+        return [self._bytes[t] for t in tokens] \
+            if all(t in self._bytes for t in tokens) else []
 
     def _prompt(self, tokens: Tokens, cuts: list, text: str,
                 hashes: Sequence[bytes]) -> Prompt:
