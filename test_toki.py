@@ -4706,6 +4706,25 @@ class ShelfRoom(ShelfCase):
                 made = {s.sort for s in d.keeper.book.snaps.values() if s.id not in seen}
                 self.assertEqual("turn" in made, "turn" in kinds, made)
 
+    def test_questions_that_nobody_goes_on_from_are_not_kept(self):
+        "A hundred questions on one head: neither parked nor forked once that is known."
+        for kind in ("rewindable", "window+full"):
+            with self.subTest(kind):
+                fake, d, c = self.rig(kind)
+                d.keeper.book.rates.prefill_ms = 0.4
+                head = {"role": "system", "content": say(1, 400)}
+                first = tokenize(apply_template({"messages": [head]}, False)[0])
+                d.watcher.save_idle = lambda *a: False
+                for n in range(60):
+                    if n == 20:
+                        before = d.keeper.document()["counters"]
+                    cache = c.chat([head, {"role": "user", "content": say(200 + n, 9)}],
+                                   2)["cache"]
+                    self.assertLess(cache["computed_tokens"], len(first) + 60 if n == 0 else 60)
+                after = d.keeper.document()["counters"]
+                self.assertLessEqual(after["saves"] - before["saves"], 4)
+                self.assertLessEqual(after["restores"] - before["restores"], 4)
+
     def test_many_questions_leave_a_checkpoint_where_they_part(self):
         "Short words that all of them begin with are not computed each time."
         fake, d, c = self.rig("append-only")

@@ -5598,6 +5598,7 @@ class Slot(NamedTuple):
     rewound: bool = False    # cut since it was filled: its window has gaps
     turn: int = 0            # of `size`, tokens that the next turn is sure to extend
     turned: int = 0          # ... and those of them that a snapshot ends within
+    goes_on: float = 1.0     # chance that such a conversation has a next turn
 
 
 class Snap(NamedTuple):
@@ -5911,7 +5912,8 @@ class Book:
             e.prompt is None, old.restored if kept else 0, min(old.shelved, kept),
             e.lead, self._parent(e.request), came,
             bool(kept) and (old.rewound or kept < old.size),
-            min(e.prompt.end, size - 1) if e.prompt else 0, min(old.turned, kept))
+            min(e.prompt.end, size - 1) if e.prompt else 0, min(old.turned, kept),
+            e.prompt.goes_on if e.prompt else 1.0)
 
     def _parent(self, request: Request) -> str:
         """The conversation that waits while this ask runs: the first agent of its
@@ -6314,6 +6316,11 @@ def p_return(klass: str, idle_s: float) -> float:
                                                / _HALF_LIFE_S.get(klass, 900.0))
 
 
+def _returns(o: Option) -> float:
+    "Chance that what a slot holds is gone on from."
+    return min(o.slot.goes_on, p_return(o.slot.klass, o.idle_s))
+
+
 def usable(ability: Ability, o: Option, n: int) -> int:
     """How many tokens the engine will at least reuse when the ask runs here.
 
@@ -6439,7 +6446,7 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
     """(ms lost on average, save it first?, tokens lost for good) for what a slot holds
     beyond `kept` tokens when it is overwritten."""
     lost = max(0, o.slot.size + o.slot.tail - kept)
-    p = p_return(o.slot.klass, o.idle_s)
+    p = _returns(o)
     held = lost * prices.prefill
     if o.slot.opaque or not lost:
         return p * held, False, 0
@@ -6491,12 +6498,12 @@ def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
             todo -= prices.returned * prices.prefill * max(
                 0, min(o.match + o.slot.tail, n - 1) - keep)
         return _Bid(o, keep, 0, False, todo, own_ms=todo)
-    p = p_return(o.slot.klass, o.idle_s)
+    p = _returns(o)
     lost_ms, save, lost = _victim(ability, o, stays, prices)
     gamble = o.inside and 0 < keep >= elsewhere - BLOCK and not o.slot.named
     if gamble:
         lost_ms, save, lost = lost_ms * 0.1 * p, False, 0
-    cut = lost if lost > BLOCK // 4 and p > _WORTHLESS else 0
+    cut = lost if p * lost > BLOCK // 4 and p > _WORTHLESS else 0
     return _Bid(o, keep, cut, gamble, todo + lost_ms, save, own_ms=todo)
 
 
@@ -6525,8 +6532,8 @@ def _moving_bids(ability: Ability, request: Request, n: int,
             lost_ms, save, lost = _victim(ability, o, 0, prices)
             if o.own:                    # its own older state: superseded
                 lost_ms, save, lost = 0.0, False, 0
-            p = p_return(o.slot.klass, o.idle_s)
-            cut = lost if lost > BLOCK // 4 and p > _WORTHLESS else 0
+            p = _returns(o)
+            cut = lost if p * lost > BLOCK // 4 and p > _WORTHLESS else 0
             todo = (n - keep) * prices.prefill + ms
             bids.append(_Bid(o, keep, cut, False, todo + lost_ms, save, donor, snap_id,
                              todo))
@@ -6731,7 +6738,7 @@ def _turn_end(ability: Ability, request: Request, prompt: Optional[Prompt], best
     unsaved = end - max(kept, *heads, 0)
     cost = prices.saving(end) + prices.stop
     spare = any(o.slot.slot != best.option.slot.slot and not o.slot.busy
-                and (not o.slot.size or p_return(o.slot.klass, o.idle_s) <= _WORTHLESS)
+                and (not o.slot.size or _returns(o) <= _WORTHLESS)
                 for o in options)
     # What little was said since is not worth a stop at every turn.
     if spare and unsaved * prices.prefill * P_CRASH < (
@@ -14672,6 +14679,8 @@ class Prompter:
 
     def _structured(self, prompt: Prompt, text: str, cuts: list) -> Prompt:
         "The prompt with what snapshots that must be extended exactly need to know."
+        with self.lock:
+            prompt = prompt._replace(goes_on=self.book.goes_on(prompt))
         if not must_extend(self.ability()):
             return prompt
         if self._plain is None:
@@ -25367,11 +25376,11 @@ class _Simulation:
         request = parse_ask("chat", {"messages": turn.messages,
                                      "max_tokens": turn.max_tokens})
         prompt = _sim_prompt(turn.messages, self.book.trie.seed)
+        prompt = prompt._replace(goes_on=self.book.goes_on(prompt))
         if must_extend(self.ability):
             lines, leads = _sim_lines(turn.messages, prompt), self.book.leads(prompt)
             prompt = prompt._replace(
-                goes_on=self.book.goes_on(prompt), left=self.book.passages(prompt),
-                lines=lines, bounds=tuple(
+                left=self.book.passages(prompt), lines=lines, bounds=tuple(
                     behind_lead(prompt.tokens, at, leads) for at in lines))
         n, began = len(prompt.tokens), self.now
         plan = self._plan(request, prompt)
