@@ -6461,6 +6461,12 @@ def _victim(ability: Ability, o: Option, kept: int, prices: Prices) -> tuple:
     return as_it_is, False, unshelved
 
 
+def _living(o: Option, lost: int) -> int:
+    "Of the tokens lost for good, those that somebody is expected to come back for."
+    p = _returns(o)
+    return lost if p * lost > BLOCK // 4 and p > _WORTHLESS else 0
+
+
 def _exact_victim(ability: Ability, o: Option, kept: int, p: float,
                   prices: Prices) -> tuple:
     """`_victim` where a snapshot must be extended exactly.
@@ -6498,13 +6504,11 @@ def _bid(ability: Ability, request: Request, o: Option, n: int, prices: Prices,
             todo -= prices.returned * prices.prefill * max(
                 0, min(o.match + o.slot.tail, n - 1) - keep)
         return _Bid(o, keep, 0, False, todo, own_ms=todo)
-    p = _returns(o)
     lost_ms, save, lost = _victim(ability, o, stays, prices)
     gamble = o.inside and 0 < keep >= elsewhere - BLOCK and not o.slot.named
     if gamble:
-        lost_ms, save, lost = lost_ms * 0.1 * p, False, 0
-    cut = lost if p * lost > BLOCK // 4 and p > _WORTHLESS else 0
-    return _Bid(o, keep, cut, gamble, todo + lost_ms, save, own_ms=todo)
+        lost_ms, save, lost = lost_ms * 0.1 * _returns(o), False, 0
+    return _Bid(o, keep, _living(o, lost), gamble, todo + lost_ms, save, own_ms=todo)
 
 
 def _moving_bids(ability: Ability, request: Request, n: int,
@@ -6532,11 +6536,9 @@ def _moving_bids(ability: Ability, request: Request, n: int,
             lost_ms, save, lost = _victim(ability, o, 0, prices)
             if o.own:                    # its own older state: superseded
                 lost_ms, save, lost = 0.0, False, 0
-            p = _returns(o)
-            cut = lost if p * lost > BLOCK // 4 and p > _WORTHLESS else 0
             todo = (n - keep) * prices.prefill + ms
-            bids.append(_Bid(o, keep, cut, False, todo + lost_ms, save, donor, snap_id,
-                             todo))
+            bids.append(_Bid(o, keep, _living(o, lost), False, todo + lost_ms, save,
+                             donor, snap_id, todo))
     return bids
 
 
@@ -14678,11 +14680,11 @@ class Prompter:
         return self._prompt(tokens, [], "", ())
 
     def _structured(self, prompt: Prompt, text: str, cuts: list) -> Prompt:
-        "The prompt with what snapshots that must be extended exactly need to know."
-        with self.lock:
-            prompt = prompt._replace(goes_on=self.book.goes_on(prompt))
+        """The prompt with its chance of a next turn, and with what snapshots that must
+        be extended exactly need to know."""
         if not must_extend(self.ability()):
-            return prompt
+            with self.lock:
+                return prompt._replace(goes_on=self.book.goes_on(prompt))
         if self._plain is None:
             self._plain = self._plain_markers()
         found = self._places(text, cuts, prompt.tokens)
@@ -14702,10 +14704,10 @@ class Prompter:
         first = cuts[users[0]]
         end = cuts[users[0] + 1].start if users[0] + 1 < len(cuts) else len(text)
         message, tokens = text[first.start:end], prompt.tokens[first.index:]
-        asked = self.ability().kind == "append-only"
-        pieces = self._pieces_of(tokens, text) if left or asked else []
+        never_rewinds = self.ability().kind == "append-only"
+        pieces = self._pieces_of(tokens, text) if left or never_rewinds else []
         lines = _lines(message, tokens, pieces, leads) if left else {}
-        above = _above(message, pieces) if asked else 0
+        above = _above(message, pieces) if never_rewinds else 0
         return prompt._replace(
             ahead=first.index + above if above else 0,
             lines=tuple(first.index + n for n in lines), left=left,
